@@ -29,7 +29,7 @@ class Costs(NamedTuple):
 
 
 FREE = Costs(1.0, 0.0, 0.0)
-# What is worth a part of its own in a prefill: below it, merging costs more.
+# The fewest keys of a split of a prefill: with fewer, merging costs more than the split gains.
 _LEAST_KEYS = 256
 
 
@@ -53,11 +53,11 @@ class Rounds(NamedTuple):
     row_bytes: int
 
 
-# Idle units leave power to the others: so much of a gain in clocks is one in time.
+# The share of a gain in clocks that is also a gain in time: idle units leave power to the others.
 _OF_CLOCKS = 0.55
-_WORTH = 0.92  # of the time: the model does not tell two forms that are closer apart
+_WORTH = 0.92  # of the time; the model cannot tell apart two times that are closer
 _MOST_PARTS = 8
-_MOST_BYTES = 1 << 28  # of what the parts leave to be merged
+_MOST_BYTES = 1 << 28  # of the partial results that are to be merged
 
 
 def over_rounds(
@@ -104,7 +104,7 @@ def fewest_to_fill(
     """
     shares = {}
     for parts in range(1, most + 1):
-        # Only counts that change the longest part are worth a look.
+        # Skip numbers of splits that do not shorten the longest split.
         if parts > 1 and -(-pieces // parts) == -(-pieces // (parts - 1)):
             continue
         rounds = blocks * parts / places
@@ -116,8 +116,8 @@ def fewest_to_fill(
     return next(parts for parts, (_, share) in shares.items() if share >= 0.85 * best)
 
 
-# Rows, of all query heads of a KV head, whose chunks are small beside the keys that they are of: of
-# 2,048 keys one for each 16.
+# With at most so many rows, of all query heads of a KV head, the partial results of chunks are
+# small compared with the keys: one for each 16 of 2,048 keys.
 _FEW_LINES = 64
 
 

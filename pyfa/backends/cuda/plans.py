@@ -13,10 +13,10 @@ from ..native import plans, tiles
 from ..native.plans import values_of
 from ..native.tiles import Pair, sm80
 
-# Archs with a file of tiles. Another one takes those of the nearest below it of its major version,
-# and code is compiled for itself.
+# Archs with a file of tiles. Any other arch uses the tiles of the nearest lower arch of its major
+# version. The code is still compiled for the device's arch.
 TILED = tiles.archs("sm")
-SMALL_THREADS = 256  # of combine, append, gaps, row_sums and dq_convert
+SMALL_THREADS = 256  # threads per block of combine, append, gaps, row_sums and dq_convert
 
 
 def compiled_for(arch: str, plan: Plan | None = None) -> str:
@@ -45,7 +45,7 @@ def grid_of(plan: Plan, blocks: Extent, units: int) -> Extent:
     return blocks
 
 
-# Kernels that are launched while the one before them still runs, and wait for it by themselves
+# Kernels that are launched while the previous kernel still runs, and that wait for it themselves
 # (``kernels/cuda/ahead.h``).
 AHEAD = frozenset({"cuda/combine.cu", "cuda/sm80/dq_convert.cu", "cuda/sm90/attn_bwd.cu"})
 
@@ -53,7 +53,7 @@ AHEAD = frozenset({"cuda/combine.cu", "cuda/sm80/dq_convert.cu", "cuda/sm90/attn
 def starts_ahead(plan: Plan, arch: str) -> bool:
     """Return whether ``plan``, compiled for ``arch``, is launched before the previous kernel
     ends."""
-    # A merge of the caller's parts is the first kernel of its call.
+    # A merge of the caller's parts has no previous kernel in its call.
     return plan.kernel in AHEAD and _number(arch) >= 90 and "MERGED" not in dict(plan.constants)
 
 
@@ -150,16 +150,16 @@ def blocks_per_sm(plan: Plan, arch: str, registers: int, shared: int) -> int:
     return min(by_registers, by_shared, limits.waves // warps)
 
 
-# Kernels that find their work tiles in an order for which the host computes what they divide by: a
-# division takes a GPU about 100 cycles, and a block has to find its work tile before it can load
-# anything. Blocks own keys, or rows.
+# Kernels that compute the order of their work tiles with divisors that the host has prepared: a
+# division takes a GPU about 100 cycles, and a block must know its work tile before it can load
+# anything. Their blocks own keys, or rows.
 _ORDERED_BY_KEYS = "cuda/sm90/attn_bwd.cu"
 _ORDERED_BY_ROWS = ("cuda/sm90/attn_fwd.cu", "cuda/sm80/attn_fwd.cu")
 # How many heads of blocks that own keys run together at most: of groups that share keys, and of as
 # many query heads as KV heads.
 _MOST_TOGETHER, _MOST_EQUAL = 16, 4
 _L2_SHARE = 24 << 20  # of 50 MB
-# Of K and V of a section of the forward: 16 MB, which the L2 holds.
+# The size of K and V of a section of the forward: 16 MB, which the L2 holds.
 _SECTION_ELEMENTS = 8 << 20
 
 
