@@ -209,7 +209,7 @@ def _alignments(tensors: Sequence[torch.Tensor], has_bias: bool) -> tuple[bool, 
 
 
 class Slot:
-    """The most recent call of some numbers."""
+    """The most recent call with given numbers."""
 
     __slots__ = ("bound",)
 

@@ -52,8 +52,8 @@ gradients_of: Callable[[tuple[Any, ...]], Gradients] = partial(tuple.__new__, Gr
 
 
 class Saved(NamedTuple):
-    """What a backward starts from: a call, its out and LSE, and their gradients. ``dlse`` is None
-    if nothing flows back through the LSE."""
+    """The inputs of a backward: a call, its out and LSE, and their gradients. ``dlse`` is None if
+    nothing flows back through the LSE."""
 
     call: Call
     out: torch.Tensor

@@ -160,7 +160,7 @@ def build(
     if arch in plans.TILED:  # NVRTC compiles one program at a time in a process
         spawning = multiprocessing.get_context("spawn")
         target, row, pool = CUDA, cuda_row, ProcessPoolExecutor(os.cpu_count(), spawning)
-    else:  # whose compiler runs in processes of its own
+    else:  # the HIP compiler runs in separate processes
         target, row, pool = HIP, _row, ThreadPoolExecutor(os.cpu_count())
     wanted = catalog.chosen_plans(target, arch, every, head_dims)
     rows, failed = [], []

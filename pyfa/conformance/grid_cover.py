@@ -112,10 +112,11 @@ def full() -> Iterator[Case]:
 
 
 def _ways() -> Iterator[Case]:
-    """Yield small cases that take each of the common kernels the ways that few cases take.
+    """Yield small cases that execute rarely executed branches of each of the common kernels.
 
-    They follow the branches of the kernels' sources, one kernel like the other. So they still do
-    where the compiler lays out code in another way, which cases drawn at random may not.
+    The cases are chosen by the branches of the kernels' sources, in the same way for each kernel.
+    So they still execute these branches if the compiler lays out the code differently. Cases drawn
+    at random may not.
     """
     for dim, half in itertools.product((64, 128), HALF):
         shape = {"dtype": half, "head_dim": dim}

@@ -108,8 +108,8 @@ def _lengths(tables: Tables) -> Mod:
 
 
 def _transfusion(tables: Tables) -> Mod:
-    """Return a causal mask in which the tokens of one image see each other: two images a
-    sequence."""
+    """Return a causal mask in which the tokens of one image see each other. There are two images
+    per sequence."""
     first = tables.integers("images", (max(tables.case.batch, 1), 2), 30)
     first[:, 1] += 40
     size = tables.integers("sizes", (max(tables.case.batch, 1), 2), 9) + 1

@@ -92,8 +92,8 @@ class _Steps:
         return self.make.make("mul", self.make.constant(rate, "f"), step)
 
     def _rates(self, number: int, op: Op) -> _Rates | None:
-        """Return the rates of operation ``number``; None if it is no whole number, or none that is
-        linear in q and kv."""
+        """Return the rates of operation ``number``; None if it is not a whole number, or not linear
+        in q and kv."""
         if op.name == "input":
             return _OF_INPUT.get(str(op.value))
         found = [self.rates[x] for x in op.args]

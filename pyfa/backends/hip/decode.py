@@ -53,8 +53,9 @@ def splits_of_lengths(parts: int, workgroups: int, keys: int, units: int) -> int
     knows, with at most ``keys`` keys.
 
     One long sequence among short ones would otherwise keep a few CUs busy while the others have
-    nothing left. Splits that a short sequence does not need are empty: their workgroups end after
-    2,000 clocks by the timing model. 16 for each CU take 10 to 15 µs.
+    nothing left. Splits that a short sequence does not need are empty. In the timing model, the
+    workgroup of an empty split ends after 2,000 clocks, and 16 empty splits per CU take 10 to 15
+    µs.
     """
     workgroups = max(1, workgroups)
     few = min(_FEW_SPLITS, _MOST_PER_UNIT * units // workgroups)
