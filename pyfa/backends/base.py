@@ -47,7 +47,8 @@ class Gradients(NamedTuple):
     captured: Sequence[torch.Tensor | None] = ()
 
 
-# By the six fields. ``Gradients`` goes through a Python function, which each backward would call.
+# Make ``Gradients`` of its six fields without the Python function that ``Gradients(…)`` would call
+# at each backward.
 gradients_of: Callable[[tuple[Any, ...]], Gradients] = partial(tuple.__new__, Gradients)
 
 

@@ -27,7 +27,8 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> None:
         path = folder / _file(row)
         if path.is_file() and path.read_bytes() == row["data"]:
             continue
-        # By the key: two plans may have equal code, at once. A kill's remains are overwritten.
+        # Named by the key, because two plans with equal code may be written at the same time. Files
+        # that a killed process left are overwritten.
         part = folder / f".{row['key']}.part"
         part.write_bytes(row["data"])
         os.replace(part, path)

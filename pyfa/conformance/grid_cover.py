@@ -49,9 +49,9 @@ _FAULTS: tuple[Mapping[str, Any], ...] = (
     # Keys for each wavefront of a decode with two tiles of rows.
     {"kind": "kvcache", "dtype": "float16", "lengths_q": (3,), "lengths_k": (700,), "heads_q": 8,
      "heads_k": 1, "head_dim": 192, "head_dim_v": 128, "num_splits": 1},
-    # Of each 16-bit type: 20 pairs to rotate, 8 at a time; queries to rotate and nothing to append;
-    # splits of unlike length with values that are narrower than a tile; a maximum that rises from
-    # tile to tile while scores have a bias and keys are in pages.
+    # For each 16-bit dtype: 20 pairs to rotate, 8 at a time; queries to rotate without keys to
+    # append; splits of different lengths with values that are narrower than a tile; a maximum that
+    # rises from tile to tile, with a bias and with keys in pages.
     *({"kind": "kvcache", "dtype": half, **fields} for half in HALF for fields in (
         {"lengths_q": (2, 2), "lengths_k": (9, 20), "heads_k": 1, "head_dim": 40, "head_dim_v": 40,
          "causal": True, "new_keys": 2, "rotary": "halves"},

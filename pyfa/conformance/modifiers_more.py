@@ -206,7 +206,7 @@ MASKS: dict[str, Callable[[Tables], Mod]] = {
     "transfusion": _transfusion, "vision": _vision, "tiled_natten": _tiled_natten,
     "morton_natten": _morton_natten, "sliding_tile": _sliding_tile, "either": _either,
 }  # fmt: skip
-# Whose tables end with the case's lengths, or with its sequences or heads.
+# Mods whose tables have the size of the case's lengths, or of its number of sequences or heads.
 OF_LENGTHS = (
     "document_prefix", "jagged", "global_tokens", "head_windows", "lengths", "transfusion",
     "vision", "either",

@@ -46,8 +46,8 @@ class _Steps:
     def __init__(self, function: Function) -> None:
         self.function, self.make = function, Builder()
         self.ranges: list[Range] = ranges_of(function)
-        # Of each operation: its result, its result at the bases, and its rates if it is a whole
-        # number that is linear.
+        # For each operation: its result, its result at the bases, and its rates if it is a whole
+        # number that is linear in q and kv.
         self.here: list[int] = []
         self.based: list[int] = []
         self.rates: list[_Rates | None] = []

@@ -14,8 +14,8 @@ KERNEL = "hip/attn_decode.hip"
 THREADS = 256
 _MOST_SPLITS = 512
 _LEAST_GROUPS = 8  # of keys in a split: kLeastGroups of the kernel
-# Of sequences whose lengths only the device knows: the keys that a split should have at most; and
-# the workgroups per CU, which may be more up to a few splits.
+# For sequences whose lengths only the device knows: the most keys that a split should have, and the
+# workgroups per CU. With only a few splits there may be more workgroups per CU.
 _LONGEST_SPLIT = 2048
 _PER_UNIT, _MOST_PER_UNIT, _FEW_SPLITS = 4, 16, 9
 
