@@ -157,9 +157,10 @@ FIELDS: tuple[Field, ...] = (
     Field("splits_inverse", "unsigned long long", "inverse_of(num_splits)"),
 )
 
-# What follows where mods captured tensors (``kernels/mods.h``): of each its address, and four sizes
-# and strides in elements. In plans with block lists these come last, as two more
-# (``kernels/lists.h``), and a table for what makes lists (``kernels/common/tile_bounds.h``).
+# The members for tensors that mods captured (``kernels/mods.h``): for each tensor its address, and
+# four sizes and strides in elements. In plans with block lists, two further tensors come last
+# (``kernels/lists.h``), and for kernels that make lists also a table
+# (``kernels/common/tile_bounds.h``).
 _OF_LISTS = 3
 _MOST_CAPTURED, _RANK = mods.MOST_CAPTURED + _OF_LISTS, 4
 
@@ -277,7 +278,7 @@ def forward_values(call: Call, out: Strides, lse: Strides) -> Values:
         values["page_size"] = call.k.shape[1]
         values["page_table_batch"] = call.page_table.stride(0)
     if call.bias is not None and call.tree:
-        # Of TREE plans, and no term: bias_type stays 0.
+        # For TREE plans. The mask is not a score term, so bias_type stays 0.
         batch, rows, _ = call.bias.shape
         values["bias_batch"] = call.bias.stride(0) if batch > 1 else 0
         values["bias_row"] = call.bias.stride(1) if rows > 1 else 0

@@ -69,7 +69,8 @@ def of_mods(
 
 
 def of_dropout(dropout_p: Any, seed: Any, q: Any) -> tuple[float, Any]:
-    """Return both as kernels read them. The checks report an invalid seed or q."""
+    """Return ``dropout_p`` and ``seed`` as kernels read them. The checks report an invalid seed or
+    q."""
     if type(dropout_p) is not float:
         dropout_p = validate.number("dropout_p", dropout_p)
     if not dropout_p:

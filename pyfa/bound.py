@@ -190,7 +190,7 @@ class Bound:
         self.run, self.who = run, who
         self.form: Form = form_of(call, append)
         self.free = free_of(self.form)
-        # With None for the bound call, which goes before its tensors.
+        # The first gradient is None, for the bound call, which comes before its tensors.
         self.pick = picking(("", *self.form.names), call.mods)
         self.returns_lse, self.needs_grad = call.return_lse, who[1]
         self.writes = append is not None and append.k is not None
@@ -209,7 +209,7 @@ def _alignments(tensors: Sequence[torch.Tensor], has_bias: bool) -> tuple[bool, 
 
 
 class Slot:
-    """The most recent call of some numbers."""
+    """The most recent call with given numbers."""
 
     __slots__ = ("bound",)
 

@@ -263,7 +263,7 @@ def _verified(path: Path, readonly: bool = False) -> tuple[Entry, dict[str, Any]
     def load(name: str) -> bytes:
         if Path(name).name != name:
             raise PermissionError(f"{name} is not a file of {path}")
-        # Not to wait where it is a pipe, which nobody may ever write to.
+        # The flags prevent waiting if the file is a pipe, to which perhaps no process ever writes.
         number = os.open(path / name if folder is None else name, _READ, dir_fd=folder)
         try:  # by hand: open() would not close the number of a folder, which it refuses
             status = os.fstat(number)

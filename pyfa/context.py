@@ -46,7 +46,8 @@ class Context(Generic[T]):
             if token is None:
                 self._traced = before
             else:
-                # Not what another thread may have set in between: what this one is left with.
+                # Use the value that this thread has now, not one that another thread may have set
+                # in between.
                 self._here.reset(token)
                 self._traced = self._here.get()
                 _torch.hand_to_backward(self._name, self._traced)

@@ -147,8 +147,8 @@ class Prepared(NamedTuple):
     ) -> Gradients:
         """Return the gradients of ``call``, whose forward returned ``out`` and ``lse``, without the
         gradient of the bias."""
-        # What flows back through a complex number may have the negative bit, and kernels go by the
-        # address.
+        # A gradient that flows back through a complex number may have the negative bit, which
+        # kernels would ignore, because they read from the address.
         dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
         given = Saved(call, out, lse, dout, dlse)
         return self.bind_backward(given, False)(*given.tensors())
@@ -241,8 +241,9 @@ class Answer:
 
 
 def candidates(wanted: str, device: Device) -> tuple[str, ...]:
-    """Return the backends to try, in order: by ``PYFA_BACKEND`` if neither call nor context names
-    any."""
+    """Return the backends to try, in order. ``wanted`` is what the call or the context names. If it
+    is empty, ``PYFA_BACKEND`` decides. If that is not set, the order is the default of the device's
+    vendor."""
     wanted = wanted or _from_environment()
     return tuple(wanted.split(",")) if wanted else AUTOMATIC[device.vendor]
 

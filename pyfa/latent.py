@@ -262,7 +262,7 @@ def _of_lists(
     causal: Any,
     scales: tuple[Any, Any, Any] | None,
 ) -> _Asked:
-    """Make each row a sequence of its own, over pages of one key: the keys in its list."""
+    """Make each row a separate sequence, over pages of one key: the keys in its list."""
     batch, rows = q.shape[:2]
     validate.a_tensor("indices", indices)
     if indices.dim() != 3:

@@ -42,7 +42,8 @@ _FIELDS = len(Call._fields)
 
 _LIBRARY.define(f"forward({_CALL}) -> (Tensor, Tensor)")
 _LIBRARY.define(
-    # No list of tensors, of which vmap knows nothing: one for each that may be captured.
+    # One result for each tensor that may be captured, because vmap does not support a list of
+    # tensors.
     f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL}) "
     f"-> ({', '.join(['Tensor'] * (5 + mods.MOST_CAPTURED))})"
 )
@@ -148,8 +149,8 @@ def _gradients(bound: Bound, given: tuple[torch.Tensor, ...], with_dlse: bool) -
         # Many gradients at once (``is_grads_batched``, ``jacobian(vectorize=True)``): PyTorch calls
         # an operator for one after the other.
         return _by_operator(bound, saved)
-    # What flows back through a complex number may have the negative bit, and kernels go by the
-    # address.
+    # A gradient that flows back through a complex number may have the negative bit, which kernels
+    # would ignore, because they read from the address.
     dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
     saved = Saved(call, out, lse, dout, dlse)
     run = prepare(call, *bound.who).bind_backward(saved, bound.who[2])

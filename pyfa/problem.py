@@ -496,17 +496,18 @@ def is_positive(scale: float) -> bool:
 
 @dataclass(frozen=True)
 class Problem:
-    """The properties that a backend decides on. Frozen, hashable, no tensors.
+    """The properties of a call by which a backend decides whether it can run the call, and with
+    which plan. Frozen, hashable, no tensors.
 
     Sizes may be rounded up to buckets (see ``bucketed``); in a packed batch ``seqlen_q`` and
     ``seqlen_k`` are the longest. ``square``: before rounding there are as many queries as keys, and
     both begin at the same position (if this is a block of a larger problem). ``positive``: the
     scale is above 0 in float32, as kernels that scale after masking require. ``dtype`` is q's;
     ``dtype_k`` (of k and v) and ``dtype_out`` are "" if they are the same. ``scales``: how many
-    rows of k share one float8 scale, or 0 if all rows of a head of a sequence do. ``bias_tiles``:
-    the result of ``has_bias_tiles``. ``window``: how many keys a row sees by its window, 0 if the
-    window has no bound on one side. ``mods``: the digest of its score_mod and mask_mod, "" without
-    them. ``described`` is for people and not compared.
+    rows of k share one float8 scale, or 0 if all rows of a head of a sequence share one.
+    ``bias_tiles``: the result of ``has_bias_tiles``. ``window``: the number of keys in a row's
+    window, 0 if the window has no bound on one side. ``mods``: the digest of its score_mod and
+    mask_mod, "" without them. ``described`` is a text for messages and is not compared.
     """
 
     batch: int
@@ -537,15 +538,16 @@ class Problem:
 
     @property
     def unit(self) -> int:
-        """Return the number of elements in 16 bytes, for the narrowest of q, k and v that kernels
-        read in such units."""
+        """Return how many elements of the narrowest of q, k and v fit into 16 bytes: 16 with float8
+        keys, else 8. Kernels read rows in units of 16 bytes."""
         return 16 if "fp8" in self.features else 8
 
     def bucketed(self) -> Problem:
         """Return the problem with rounded batch and lengths, from which plans are made.
 
-        They are rounded up to powers of two, or in 8 steps from one to the next where the grid
-        follows from them: then the tiles may depend on how well they fill the device.
+        They are rounded up to powers of two. If they determine the grid, there are 8 steps from one
+        power of two to the next, because the tiles may then depend on how well the grid fills the
+        device.
         """
         steps = steps_of(self.features)
         return replace(

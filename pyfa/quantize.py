@@ -268,7 +268,8 @@ def _in_pytorch(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Ten
         most = _largest(most, (0, 1, 2)).reshape(1, 1, 1)
     elif block is None:
         most = _largest(most, (2,))[..., None]
-    # By a tensor: by a number CUDA divides as by a product, an ulp off what the kernels compute.
+    # Divide by a tensor. Division by a number is a multiplication on CUDA, whose result differs by
+    # an ulp from what the kernels compute.
     scale = most / torch.full_like(most, torch.finfo(dtype).max)
     scale = torch.where(most > 0.0, scale.clamp(min=LEAST_SCALE), 1.0)
     y = y * scale.reciprocal().transpose(1, 2)[:, :, None, :, None, None]

@@ -228,7 +228,8 @@ def _keys_and_values(call: Call, b: int, dtype: torch.dtype) -> tuple[torch.Tens
 
 
 def _stored(call: Call, b: int, x: torch.Tensor) -> torch.Tensor:
-    """Return the valid rows of sequence ``b`` in ``x``, stored like k: (length, heads, dim)."""
+    """Return the valid rows of sequence ``b`` of ``x`` as (length, heads, dim). ``x`` is stored
+    like k: dense, packed or in pages."""
     if call.cu_seqlens_k is not None:
         start, stop = call.cu_seqlens_k[b : b + 2].tolist()
         rows = x[start:stop]

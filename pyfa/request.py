@@ -162,7 +162,7 @@ def kvcache(
     _refuse_tracing()
     dims = (4 if cu_seqlens_q is None else 3, 4)
     validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))
-    # Of a latent cache the values are a view.
+    # The values of a latent cache are a view of the keys.
     caches = {"cache": k_cache} if latent else {"k_cache": k_cache, "v_cache": v_cache}
     needless = {"q": q, **caches, "k": k, "v": v}
     needless |= {"bias": shared.bias, "sinks": shared.sinks}

@@ -72,7 +72,8 @@ def _backward(dout: Any, dlse: Any, out: Any, lse: Any, *args: Any) -> list[_Row
         of_lse = place("lse", lse)
         given = [place("q", dout), None if dlse is None else of_lse, place("q", out), of_lse]
         gradients = [_gradient(call, name, place, bias_grad) for name in _GRADIENTS]
-        # With mods every rank computes all of it; without, these are empty tensors.
+        # With mods, every rank computes all of these gradients. Without mods, they are empty
+        # tensors.
         gradients += [Replicate()] * MOST_CAPTURED
         found.append((gradients, [*given, *_inputs(call, place), *rest]))
     return found

@@ -262,7 +262,7 @@ def number(name: str, value: Any) -> float:
     """Return ``value`` as a float that float32 can represent."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__}")
-    # Not math.isfinite, which torch.compile cannot trace for a number that it holds symbolic.
+    # torch.compile cannot trace math.isfinite for a symbolic number.
     if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
         wrong(name, "a finite number of float32", value)
     return value if isinstance(value, float) else float(value)
@@ -315,7 +315,7 @@ def seed(value: object, device: torch.device) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.dtype != torch.int64 or value.device != device:
             wrong("seed", f"one int64 on {device}", value)
-        # The same tensor where it can be: a bound call is found by it.
+        # Return the same tensor if possible, because a bound call is found by it.
         return value if value.dim() == 1 else value.reshape(1)
     unused_seed(value)
     assert isinstance(value, int)

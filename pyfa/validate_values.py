@@ -1,6 +1,6 @@
 """Checks that read the values of tensors: offsets, lengths, page numbers, scales.
 
-Those of ``validate`` come before; these run on the tensors that a backend gets.
+The checks of ``validate`` run first. These run on the tensors that a backend gets.
 """
 
 from __future__ import annotations

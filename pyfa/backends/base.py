@@ -47,13 +47,14 @@ class Gradients(NamedTuple):
     captured: Sequence[torch.Tensor | None] = ()
 
 
-# By the six fields. ``Gradients`` goes through a Python function, which each backward would call.
+# Make ``Gradients`` of its six fields without the Python function that ``Gradients(…)`` would call
+# at each backward.
 gradients_of: Callable[[tuple[Any, ...]], Gradients] = partial(tuple.__new__, Gradients)
 
 
 class Saved(NamedTuple):
-    """What a backward starts from: a call, its out and LSE, and their gradients. ``dlse`` is None
-    if nothing flows back through the LSE."""
+    """The inputs of a backward: a call, its out and LSE, and their gradients. ``dlse`` is None if
+    nothing flows back through the LSE."""
 
     call: Call
     out: torch.Tensor

@@ -24,7 +24,7 @@ INK = "#5f6b7a"
 # Okabe and Ito's, which the color-blind tell apart; without black, which a dark page swallows.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999")
 _MARKERS = "osD^vPX*"
-# Who has which color, in every picture.
+# The order of the peers, which gives each peer the same color in every picture.
 _PEERS = ("pyfa", "flash", "cudnn", "flex", "fa3", "fa4", "efficient", "naive")
 # For a picture in a file: text and background, in light and in dark. It has a ground of its own
 # because a page may be dark where the reader's system is light.
@@ -32,7 +32,7 @@ _ALONE = (
     "<style>svg { color: #1c2430; background: #ffffff }"
     " @media (prefers-color-scheme: dark) { svg { color: #e4e8ee; background: #0d1117 } }</style>"
 )
-# As large as what is drawn: a title may be wider than its axes.
+# Make the picture as large as its contents: a title may be wider than its axes.
 _WHOLE: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.1}
 _SUFFIXES = (".png", ".svg", ".pdf")
 Points = Sequence[tuple[float, float]]

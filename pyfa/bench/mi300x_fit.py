@@ -19,14 +19,14 @@ import numpy.typing as npt
 
 from ..backends.hip.runtime_sensitivity import FACTORS, Constant
 
-# Standard deviations of measured over model with all constants right: what remains of published
-# kernels with one clock for a kernel and machine (2 to 6 %), across kernels of backward (8 to 15 %;
-# benchmarks/results/mi300x_model.json), and half of what a kernel that waits for memory may be off
-# (docs/mi300x.md).
+# Standard deviations of measured over modeled time if all constants are right. FORWARD: the
+# difference that remains for published kernels with one clock per kernel and machine (2 to 6 %).
+# BACKWARD: the same across kernels of a backward (8 to 15 %; benchmarks/results/mi300x_model.json).
+# MEMORY: half of the error that is possible for a kernel that waits for memory (docs/mi300x.md).
 FORWARD, BACKWARD, MEMORY = 0.05, 0.10, 0.15
 FEWEST = 6
-# Differences of chi squared: what takes part by chance stays below, of some 25 constants at once
-# (4 standard deviations), and of the best one against the second (3).
+# Differences of chi squared that chance does not reach: for the best of some 25 constants (4
+# standard deviations), and for the best one against the second (3).
 NAMED, APART = 16.0, 9.0
 EXPLAINED = 0.25  # of chi squared is left at most by what is named: half of the distance
 _STEPS = np.linspace(0, 1, 21)  # between the ends
@@ -117,7 +117,8 @@ def fit(points: Sequence[Point], known: Mapping[str, Constant]) -> Verdict:
         found.append(_found(constant, *_best(measured, errors, curves)))
     found.sort(key=lambda one: one.chi2)
     best = found[0]
-    # Where even the best leaves more than the errors say, the errors were too small.
+    # If even the best fit leaves a larger difference than the errors explain, the errors were too
+    # small.
     scale = max(1.0, best.chi2 / max(1, len(points) - 2))
     wrong = (
         chi2 > len(points) and (chi2 - best.chi2) / scale > NAMED and best.chi2 < EXPLAINED * chi2

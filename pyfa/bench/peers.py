@@ -229,8 +229,8 @@ _WIDE_TILES = tuple(
 
 
 def _fastest(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return ``call`` with the fastest of ``_WIDE_TILES``: on an H200 FlexAttention's own do not
-    fit at head_dim 512 ("No valid triton configs")."""
+    """Return ``call`` with the fastest of ``_WIDE_TILES``. On an H200, FlexAttention's default
+    tiles do not fit at head_dim 512 ("No valid triton configs")."""
 
     def seconds(one: Callable[..., torch.Tensor]) -> float:
         try:

@@ -87,7 +87,7 @@ def newest(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
 
 
 def _age(result: Result) -> tuple[str, int]:
-    # In files that are not of `pyfa bench` the word means what it likes.
+    # Only in files of `pyfa bench` does "rows" have this meaning.
     rows = result.data["rows"] if "suites" in result.data else ()
     return str(result.data["environment"]["date"]), sum("value" in row for row in rows)
 

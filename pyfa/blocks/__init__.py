@@ -69,7 +69,8 @@ class Visits(NamedTuple):
         return self.tiles - self.partial - self.full
 
 
-# Whose results differ between PyTorch's operators and a compiler's, which may fuse or approximate.
+# Operations whose results differ between PyTorch's operators and compiled code, because compilers
+# may fuse or approximate them.
 _INEXACT = frozenset(
     ("mul", "div", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sin", "cos")
 )

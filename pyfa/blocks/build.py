@@ -92,7 +92,7 @@ def listed(states: torch.Tensor, full: int) -> tuple[torch.Tensor, torch.Tensor]
     empty = states == EMPTY
     counts = (~empty).sum(-1, dtype=torch.int32)
     most = states.shape[-1]
-    # Those that are visited first, in their order.
+    # Tiles that are visited come first, in ascending order.
     order = torch.sort(empty.to(torch.uint8), dim=-1, stable=True).indices
     entries = order.int()
     entries = torch.where(states.gather(-1, order) == WHOLE, entries + full, entries)

@@ -108,7 +108,7 @@ def _parts_of(block_mask: Any, device: torch.device) -> _Parts:
 def _own_mod(block_mask: Any) -> Mod | None:
     mod: Mod | None = getattr(block_mask, "mask_mod", None)
     flex = sys.modules.get("torch.nn.attention.flex_attention")
-    # What a BlockMask has that was made without one: all is seen.
+    # A BlockMask that was made without a mask_mod has this one, under which everything is visible.
     return None if mod is getattr(flex, "noop_mask", None) else mod
 
 
@@ -161,7 +161,7 @@ def _states_of(parts: _Parts) -> torch.Tensor:
                 continue
             place = torch.arange(indices.shape[-1], device=indices.device)
             listed = (place < counts[..., None]) & (indices >= 0) & (indices < parts.columns)
-            # What is not listed goes to a column to spare.
+            # Entries that are not listed go to an extra column.
             found.scatter_(-1, torch.where(listed, indices, parts.columns).long(), state)
         return found[..., : max(parts.columns, 1)].contiguous()
 

@@ -38,7 +38,7 @@ class _Entry(NamedTuple):
 
 
 class _Needs(NamedTuple):
-    """What the lists of a mask_mod depend on: captured tensors, sequences, heads."""
+    """The properties that the lists of a mask_mod depend on: captured tensors, sequences, heads."""
 
     slots: list[int]
     batch: bool
@@ -64,8 +64,8 @@ def find(call: Call, mask: Function, what: Hashable, make: Callable[[], _Made]) 
 
 
 def _question(call: Call, mask: Function, what: Hashable) -> tuple[Hashable, list[int]]:
-    """Return a number that stands for all that an entry depends on but tensors, and the slots of
-    the captured tensors that it depends on."""
+    """Return a key for everything except tensors that an entry depends on, and the slots of the
+    captured tensors that it depends on."""
     needs = _known.get(call.mods)
     if needs is None:
         slots = sorted({int(op.value or 0) for op in mask.ops if op.name == "load"})
@@ -87,8 +87,8 @@ def _question(call: Call, mask: Function, what: Hashable) -> tuple[Hashable, lis
 class Bound(Generic[_Made]):
     """``find`` for the tensors of calls that are like ``call`` in all but values and addresses.
 
-    A repeated call takes this instead of ``find``, because it needs no ``Call``, and what does not
-    change is looked up once. ``make`` is given the tensors, in the order of ``form``.
+    A repeated call uses this instead of ``find``: it needs no ``Call``, and whatever does not
+    change is looked up only once. ``make`` is given the tensors, in the order of ``form``.
     """
 
     def __init__(
@@ -134,7 +134,8 @@ def keep(
 
 
 def _add(whole: Hashable, entry: _Entry) -> None:
-    """Add ``entry``, in place of one for older values, and drop what is gone or too much."""
+    """Add ``entry``, in place of one for older values. Drop entries whose tensors are gone, and the
+    oldest beyond the limits."""
     global _bytes
     replaced = _entries.pop(whole, None)
     _bytes += entry.size - (0 if replaced is None else replaced.size)

@@ -27,7 +27,8 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> None:
         path = folder / _file(row)
         if path.is_file() and path.read_bytes() == row["data"]:
             continue
-        # By the key: two plans may have equal code, at once. A kill's remains are overwritten.
+        # Named by the key, because two plans with equal code may be written at the same time. Files
+        # that a killed process left are overwritten.
         part = folder / f".{row['key']}.part"
         part.write_bytes(row["data"])
         os.replace(part, path)
@@ -170,8 +171,8 @@ def _is_wanted(case: Case, every: bool, head_dims: Collection[int]) -> bool:
 def _emulate(
     every: bool, head_dims: Collection[int], notes: Notes
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Run the full suite's cases for the bundle in the emulator, but those in ``notes``; return the
-    passed ones by digest, and the failed ones."""
+    """Run the full suite's cases for the bundle in the emulator, except those in ``notes``. Return
+    the passed cases by digest, and the failed ones."""
     from ..backends import BACKENDS
     from ..conformance import grid, report
 
@@ -209,7 +210,7 @@ def _pool() -> Iterator[Executor]:
 
 
 def _without_compiler() -> None:
-    """Make this process one that has the bundle alone, as the wheel's users do.
+    """Make this process use only the bundle and no compiler, as on the machine of a wheel's user.
 
     A case is refused if it needs code that is not in the bundle, such as that of a mod. Compiling
     it took 20 s, and emulating a case takes 0.1 s.

@@ -160,7 +160,7 @@ def build(
     if arch in plans.TILED:  # NVRTC compiles one program at a time in a process
         spawning = multiprocessing.get_context("spawn")
         target, row, pool = CUDA, cuda_row, ProcessPoolExecutor(os.cpu_count(), spawning)
-    else:  # whose compiler runs in processes of its own
+    else:  # the HIP compiler runs in separate processes
         target, row, pool = HIP, _row, ThreadPoolExecutor(os.cpu_count())
     wanted = catalog.chosen_plans(target, arch, every, head_dims)
     rows, failed = [], []
@@ -177,9 +177,10 @@ def build(
 def _written(
     out: Path | None, row: Callable[[str, Plan], dict[str, Any]], arch: str, plan: Plan
 ) -> dict[str, Any] | str:
-    """Return the row of ``plan``, whose code object is then in ``out``, or why it failed: the other
-    plans are built all the same. Runs in the pool: nothing that was built waits for a slower plan
-    before it."""
+    """Build ``plan`` and return its row of the report. Unless ``out`` is None, write the code
+    object to this folder. If the build fails, return the reason instead of raising, so that the
+    other plans are still built. This runs in the pool, so each code object is written as soon as it
+    is built, even if plans earlier in the list take longer."""
     try:
         made = row(arch, plan)
     except (CodeObjectError, CompileError) as error:

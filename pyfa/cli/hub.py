@@ -10,7 +10,7 @@ from typing import Any
 from . import usage
 from .console import print_json
 
-# As transformers tells a kernel of the hub from other names.
+# The pattern by which transformers recognizes a kernel of the hub.
 _REPOSITORY = re.compile(r"[^/:=@\s]+/[^/:=@\s]+")
 
 

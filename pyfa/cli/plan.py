@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; status 0 even if no backend would run the problem, because the formulas
     still hold."""
     if options.plot is not None:
-        # Not found out after seconds of compiling.
+        # Check this first, not after seconds of compilation.
         from ..bench import charts
 
         charts.require("--plot")

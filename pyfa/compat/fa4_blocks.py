@@ -141,7 +141,7 @@ def transposed(tensors: Any) -> BlockSparseTensorsTorch:
     ):
         if counts is not None:
             given = torch.arange(columns, device=counts.device) < counts[..., None]
-            # What lies behind the count is counted to a column of its own.
+            # Entries beyond the count go to an extra column.
             places = torch.where(given, indices.long(), columns)
             dense = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
             dense.scatter_(-1, places, True)

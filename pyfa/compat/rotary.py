@@ -219,7 +219,7 @@ class RotaryEmbedding(torch.nn.Module):
         ):
             return
         self._seq_len_cached = seqlen
-        # In float32 whatever the model was cast to: bfloat16 cannot count to 512.
+        # Always in float32, whatever the model's dtype: bfloat16 cannot count to 512.
         frequency = self.inv_freq
         if frequency.dtype != torch.float32:
             frequency = self._compute_inv_freq(device)

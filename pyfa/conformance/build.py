@@ -375,7 +375,7 @@ def _q_shape(case: Case) -> tuple[int, int]:
 
 
 def _room(case: Case, side: str, lengths: tuple[int, ...], used: bool) -> list[int]:
-    """Return how many rows each sequence owns: with ``used``, more than take part."""
+    """Return how many rows each sequence owns: with ``used``, more than are in use."""
     extra = integers(f"{case.name}/room_{side}", len(lengths), 4) if used else [0] * len(lengths)
     return [n + more for n, more in zip(lengths, extra, strict=True)]
 
@@ -383,7 +383,7 @@ def _room(case: Case, side: str, lengths: tuple[int, ...], used: bool) -> list[i
 def _packed(
     parts: list[torch.Tensor], room: list[int], shape: tuple[int, int], case: Case
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (total, heads, dim), with NaN in rows that take no part, and the offsets."""
+    """Return (total, heads, dim), with NaN in rows that are not in use, and the offsets."""
     values = torch.full((sum(room) + case.slack, *shape), torch.nan)
     starts = _offsets(room)
     for begin, part in zip(starts.tolist(), parts, strict=False):

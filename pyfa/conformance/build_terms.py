@@ -57,7 +57,7 @@ def with_terms(case: Case, placed: dict[str, Placed], others: dict[str, Any], ca
         others["seed"] = seed
         terms["seed"] = torch.tensor([seed - (1 << 64) if seed >> 63 else seed])
     if case.score_mod or case.mask_mod or case.block_mask:
-        # Of the call they are made where it runs.
+        # The call's own tables are made on the device where it runs.
         here = torch.device("cpu")
         digest, captured, _ = captured_by(mods_of(case, here), here, case.captured_grad)
         terms |= {name: x.detach() for name, x in captured.items()}

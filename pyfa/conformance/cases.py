@@ -22,7 +22,7 @@ LAYOUTS = ("contiguous", "strided", "heads_first", "unaligned", "gapped")
 BIASES = ("full", "keys", "rows", "heads", "bool", "hidden", "other")
 HOSTILE = ("q=nan", "k=nan", "v=nan", "q=inf", "q=-inf", "k=inf", "v=inf", "padding=inf")
 ROTARIES = ("interleaved", "halves", "interleaved_part", "halves_part")
-# With tables in float32 and not in q's dtype.
+# Rotary embeddings whose tables are in float32 instead of q's dtype.
 FLOAT32_ROTARIES = tuple(f"{name}_float32" for name in ROTARIES)
 _SHORT = {
     "bfloat16": "bf16",

@@ -387,7 +387,8 @@ def _bias_tiles() -> Iterator[Case]:
 
 
 def _many_lengths() -> Iterator[Case]:
-    """Return packed cases of more sequences than a wavefront has lanes, of unlike lengths."""
+    """Return packed cases with more sequences than a wavefront has lanes, and with different
+    lengths."""
     rows = tuple((7 * i * i) % 151 if i % 5 else 0 for i in range(70))
     keys = tuple(n + 13 * (i % 3) for i, n in enumerate(rows))
     for index, lengths in enumerate(((rows, rows), (rows, keys))):
@@ -398,8 +399,8 @@ def _many_lengths() -> Iterator[Case]:
 
 
 def _many_tiles() -> Iterator[Case]:
-    """Return cases with more tiles of rows than a GPU runs side by side: blocks that stay take
-    several. One tile for each head, and two."""
+    """Return cases with more tiles of rows than a GPU runs at once, so that a persistent block
+    takes several: with one tile per head, and with two."""
     for dim, rows, heads in ((64, 70, 144), (64, 200, 72), (128, 200, 72)):
         half, causal = HALF[rows > 100], rows > 100
         yield _dense(rows, 65, head_dim=dim, dtype=half, heads_q=heads, heads_k=36, causal=causal)

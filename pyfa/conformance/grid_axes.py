@@ -1,4 +1,4 @@
-"""What families of cases share: dtypes, shapes and lengths, and the draw of samples."""
+"""Dtypes, shapes and lengths that families of cases share, and the draw of samples."""
 
 from __future__ import annotations
 

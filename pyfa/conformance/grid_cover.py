@@ -49,9 +49,9 @@ _FAULTS: tuple[Mapping[str, Any], ...] = (
     # Keys for each wavefront of a decode with two tiles of rows.
     {"kind": "kvcache", "dtype": "float16", "lengths_q": (3,), "lengths_k": (700,), "heads_q": 8,
      "heads_k": 1, "head_dim": 192, "head_dim_v": 128, "num_splits": 1},
-    # Of each 16-bit type: 20 pairs to rotate, 8 at a time; queries to rotate and nothing to append;
-    # splits of unlike length with values that are narrower than a tile; a maximum that rises from
-    # tile to tile while scores have a bias and keys are in pages.
+    # For each 16-bit dtype: 20 pairs to rotate, 8 at a time; queries to rotate without keys to
+    # append; splits of different lengths with values that are narrower than a tile; a maximum that
+    # rises from tile to tile, with a bias and with keys in pages.
     *({"kind": "kvcache", "dtype": half, **fields} for half in HALF for fields in (
         {"lengths_q": (2, 2), "lengths_k": (9, 20), "heads_k": 1, "head_dim": 40, "head_dim_v": 40,
          "causal": True, "new_keys": 2, "rotary": "halves"},
@@ -112,10 +112,11 @@ def full() -> Iterator[Case]:
 
 
 def _ways() -> Iterator[Case]:
-    """Yield small cases that take each of the common kernels the ways that few cases take.
+    """Yield small cases that execute rarely executed branches of each of the common kernels.
 
-    They follow the branches of the kernels' sources, one kernel like the other. So they still do
-    where the compiler lays out code in another way, which cases drawn at random may not.
+    The cases are chosen by the branches of the kernels' sources, in the same way for each kernel.
+    So they still execute these branches if the compiler lays out the code differently. Cases drawn
+    at random may not.
     """
     for dim, half in itertools.product((64, 128), HALF):
         shape = {"dtype": half, "head_dim": dim}

@@ -68,7 +68,8 @@ def full() -> Iterator[Case]:
                     yield _case(rows, dim, half, **options)
     for dim in (64, 128):
         for half in HALF:
-            # With one key the LSE is the capped score: tanh where it has another formula, too.
+            # With one key, the LSE is the capped score. This also tests the tanh formula for large
+            # arguments.
             one = {"dtype": half, "head_dim": dim, "softcap": 30.0, "recipe": "big"}
             for rows in _ROWS:
                 yield packed(((rows,) * 6, (1,) * 6), "kvcache", heads_q=8, heads_k=1, **one)

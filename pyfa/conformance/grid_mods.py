@@ -31,7 +31,7 @@ _MODS: tuple[Fields, ...] = (
     {"score_mod": "gated"},
     {"score_mod": "bounded", "mask_mod": "documents", "sinks": True, "scale": -0.2},
     {"mask_mod": "dilated", "attention_chunk": 24},
-    # Where rows are moved for a window, mods are told their own places.
+    # If a backend shifts rows for a window, mods must still receive the original positions.
     {"score_mod": "alibi", "mask_mod": "strided", "window": (40, -9)},
     *_CAPTURED,
 )
@@ -57,7 +57,7 @@ _LISTS: tuple[Fields, ...] = (
 )
 _LISTS_SHAPES = ((300, 420), (420, 300), (330, 330))
 
-# What each mod meets in ``everywhere``: kinds of calls, and pyfa's own terms and masks.
+# The calls in which ``everywhere`` tests each mod: kinds of calls, and pyfa's own terms and masks.
 _DENSE_WITH: tuple[Fields, ...] = (
     {"causal": True, "dlse": "both"},
     {"window": (40, 12), "heads_q": 4},
@@ -73,7 +73,7 @@ _CACHED_WITH: tuple[Fields, ...] = (
     {"page_size": 16, "heads_q": 8},
     {"leftpad": True, "causal": True, "num_splits": 3},
 )
-# Of the mods of ``modifiers_more`` in the quick level, those that differ most from all others.
+# The mods of ``modifiers_more`` in the quick level: those that differ most from all others.
 _QUICK = ("morton_natten", "vision", "rope", "table")
 
 

@@ -170,7 +170,7 @@ def sequence(case: Case, b: int) -> Sequence:
     elif case.recipe == "equal":
         k[:] = k[:1].clone()
     elif case.recipe == "offset":
-        # A rounding of P that is not to nearest shows at once against a mean of 16.
+        # If P is not rounded to nearest, the mean of 16 makes the error large.
         v += 16.0
     elif case.recipe == "big":
         # Scores of several tens to hundreds: nearly one-hot rows and a large LSE.
@@ -193,12 +193,13 @@ def sequence(case: Case, b: int) -> Sequence:
 
 
 def _dominate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Make one key, whose value is 0, dominate all others, whose share must not be lost.
+    """Make one key, whose row of V is 0, dominate all others. The share of the others must not be
+    lost.
 
-    "sink": the first key dominates by 2²⁰, and a tile's worth of keys has value 0. A float8 P of
-    the other keys is then 0, unless the keys are visited from last to first. "needle": a key in the
-    middle dominates by 2¹². In one tile a P scaled by 2⁸ keeps the others, and an unscaled P loses
-    them.
+    "sink": the first key is about 2²⁰ times as likely as the others, and the first 128 rows of V, a
+    tile, are 0. A float8 P of the other keys is then 0, unless the keys are visited from last to
+    first. "needle": a key in the middle is about 2¹² times as likely as the others. In one tile, P
+    scaled by 2⁸ keeps the others, and unscaled P loses them.
     """
     keys = k.shape[0]
     where, ahead = (0, 20.0) if case.recipe == "sink" else (keys // 3, 12.0)

@@ -108,8 +108,8 @@ def _lengths(tables: Tables) -> Mod:
 
 
 def _transfusion(tables: Tables) -> Mod:
-    """Return a causal mask in which the tokens of one image see each other: two images a
-    sequence."""
+    """Return a causal mask in which the tokens of one image see each other. There are two images
+    per sequence."""
     first = tables.integers("images", (max(tables.case.batch, 1), 2), 30)
     first[:, 1] += 40
     size = tables.integers("sizes", (max(tables.case.batch, 1), 2), 9) + 1
@@ -206,7 +206,7 @@ MASKS: dict[str, Callable[[Tables], Mod]] = {
     "transfusion": _transfusion, "vision": _vision, "tiled_natten": _tiled_natten,
     "morton_natten": _morton_natten, "sliding_tile": _sliding_tile, "either": _either,
 }  # fmt: skip
-# Whose tables end with the case's lengths, or with its sequences or heads.
+# Mods whose tables have the size of the case's lengths, or of its number of sequences or heads.
 OF_LENGTHS = (
     "document_prefix", "jagged", "global_tokens", "head_windows", "lengths", "transfusion",
     "vision", "either",

@@ -85,7 +85,8 @@ def recomputed_gradients(
     if scores is None:
         return reference.gradients(inputs.spec, dout, dlse)
     call = with_moved_scores(inputs.spec, (x.error for x in scores))
-    # No key's P has the error of L where both passes sum a score alike, but a sink's P has.
+    # If both passes sum a score in the same way, the P of keys does not have the error of L, but
+    # the P of a sink does.
     of_sinks = reference.gradients(call, dout, dlse)["dsinks"] if call.sinks is not None else None
     ratio = torch.exp(reference.attention(call)[1] - lse)
     ratio = torch.where(lse == -torch.inf, 1.0, ratio)
@@ -111,7 +112,7 @@ def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:
         p = _probabilities(call._replace(dropout_p=0.0), b, q, k) if call.dropout_p else kept
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         out = torch.einsum("hqk,khd->hqd", kept, v)
-        # What is added to a score behind q·k, and the rounding of exp.
+        # The error of the terms that are added to q·k, and of the rounding of exp.
         score = torch.where(p > 0.0, p.log() + lse[..., None], 0.0)
         moved = (scores[b].deviation.square() + _ROUNDING**2 * (score.square() + 1.0)).sqrt()
         a, c = kept * moved, p * moved
@@ -184,7 +185,7 @@ def _in_order(
     exact = torch.einsum("qhd,khd->hqk", q, k) * call.scale
     slope = slope_of(call, b, exact)
     error = total.double() * (1.0 if scaled_first else call.scale) - exact
-    # Of the partial sums, of the products, and of the multiplication by the scale.
+    # The roundings of the partial sums, of the products, and of the multiplication by the scale.
     squares = squares + torch.einsum("qhd,khd->hqk", q.square(), k.square())
     deviation = _ROUNDING * (squares * call.scale**2 + exact.square()).sqrt()
     return InOrder(error * slope, deviation * slope.abs())

@@ -5,8 +5,8 @@ Rotation in float32 rounds two products and their sum, fused or not: a·c − b�
 2⁻²⁴·(|ac| + |bs|) in the products and as much in the sum, e = 2⁻²³·(|ac| + |bs|) in all. Then it is
 rounded to the dtype of q or of the cache. Where both exact − e and exact + e are rounded to one
 number, every kernel has that number. Elsewhere the exact value is so close to a tie that a kernel
-may have either neighbor: a whole ulp of q's dtype for an error of e. Of normal values this is one
-element of 4,200 in bfloat16 and of 650 in float16.
+may have either neighbor: a whole ulp of q's dtype for an error of e. With normally distributed
+values, this is one element in 4,200 in bfloat16, and one in 650 in float16.
 
 ``unsure`` is this ulp for the elements near a tie, and 0 for all others. A score is off by at most
 Σ(u_q·|k| + |q|·u_k + u_q·u_k). ``lse_slack`` is the change of a row's LSE if each of its scores is

@@ -80,7 +80,8 @@ def plan(queries: Layout, keys: Layout, rank: int, source: int, mask: Mask, pack
     if not (packed or mask.alibi or mask.dropout):
         causal = queries == keys and rank == source and mask.left < 0 and mask.right == 0
         if causal and found:
-            # The same rows in the same order: a causal mask sees no gap between two chunks.
+            # Queries and keys are the same rows in the same order, so the causal mask is right even
+            # if there is a gap between two chunks.
             every = (0, queries.rows(rank))
             found = [Piece(every, every, right=0)]
         found = _joined(found)
@@ -131,8 +132,8 @@ def _pieces(
 
 
 def _piece(row: Range, key: Range, diagonal: int, mask: Mask) -> Piece | None:
-    """Return the call for what rows ``row`` see of keys ``key``; row i of the whole is at key i +
-    ``diagonal``."""
+    """Return the call of rows ``row`` on the keys among ``key`` that they see. Row i of the whole
+    is at key i + ``diagonal``."""
     box = _box(row, key, diagonal, mask)
     if box is None:
         return None

@@ -159,7 +159,7 @@ def _parts(job: Job, q: torch.Tensor, k: torch.Tensor) -> list[Part]:
     """Return the most parts that divide the KV heads and have ``LEAST_ELEMENTS`` each, the same on
     all ranks."""
     heads, heads_k = q.shape[-2], k.shape[-2]
-    # Not of this rank's own rows: others may have more.
+    # Rows per rank on average, because other ranks may have more rows than this one.
     rows = sum(job.queries.lengths) // job.ring.size
     elements = rows * q.shape[:-3].numel() * q.shape[-2:].numel()
     most = max(1, elements // LEAST_ELEMENTS)

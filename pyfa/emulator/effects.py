@@ -160,7 +160,7 @@ def _memory(one: Decoded) -> Effects:
         return Effects(name, "vmem", reads=reads | (writes if "_d16" in name else 0), writes=writes)
     returned = dwords // 2 if "cmpswap" in name else dwords
     writes = registers(fields["dst"], returned) if fields.get("glc") and "atomic" in name else 0
-    # With a register as its offset a buffer store takes a clock more to issue (LLVM:
+    # A buffer store whose offset is a register takes one more clock to issue (LLVM:
     # createsVALUHazard).
     held = data if dwords > 2 and not (name.startswith("buffer") and base) else 0
     return Effects(name, "vmem", reads=reads | data, writes=writes, store_data=held)

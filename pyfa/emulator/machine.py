@@ -403,7 +403,8 @@ def _kernarg(
     facts: Kernel, explicit: bytes, grid: Sequence[int], block: Sequence[int], dynamic_lds: int
 ) -> bytes:
     """Return the kernarg segment, with the hidden arguments that a HIP runtime fills in."""
-    # In whole lines, as ROCm's pools hand it out: the compiler loads 32 bytes where 24 are left.
+    # A multiple of 64 bytes, as ROCm's pools allocate it: the compiler may load 32 bytes where only
+    # 24 are left.
     data = bytearray(-(-max(facts.kernarg_bytes, len(explicit), 8) // 64) * 64)
     data[: len(explicit)] = explicit
     known = {"hidden_grid_dims": 1 + (grid[1] > 1 or block[1] > 1) + (grid[2] > 1 or block[2] > 1),

@@ -100,7 +100,7 @@ def _loaded(code: bytes) -> ctypes.CDLL:
             # A name that no library had: of one that it knows, the loader opens nothing and gives
             # what had the name, and numbers of files are used again.
             return ctypes.CDLL(f"/proc/self/{'./' * next(_loads)}fd/{file.fileno()}")
-    # In memory only: the loader wants a file, which may go once it is mapped.
+    # The loader needs a file, which may be removed once it is mapped.
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(code)
         file.flush()

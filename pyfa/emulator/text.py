@@ -82,7 +82,7 @@ def _vector(one: Decoded, low: int, high: int) -> str:
     if packed:
         shown += _packed(one, len(sources))
     elif fields.get("opsel"):
-        # As the assembler takes it: a bit for each source, and the destination's.
+        # In the assembler's form: a bit for each source, then the bit of the destination.
         bits = [fields["opsel"] >> n & 1 for n in range(len(sources))] + [fields["opsel"] >> 3]
         shown += f" op_sel:[{','.join(map(str, bits))}]"
     if fields.get("clamp"):

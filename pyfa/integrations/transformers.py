@@ -230,7 +230,7 @@ def make_mask(
         as_positions = allow_is_causal_skip and sliding
     end = q_offset + q_length - kv_offset
     whole = isinstance(end, int) and end == kv_length
-    # With a gradient the keys that are not filled yet cannot be left out.
+    # If gradients are needed, keys that are not filled yet cannot be left out.
     if use_vmap or not as_positions or (torch.is_grad_enabled() and not whole):
         return _complete(arguments)
     if padding is None:

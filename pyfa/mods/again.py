@@ -25,7 +25,7 @@ class Unsure(Exception):
 
 
 class Snapshot:
-    """A mod's code and the objects that it depends on. Of a tensor, only the kind is kept."""
+    """A mod's code and the objects that it depends on. For a tensor, only its kind is kept."""
 
     def __init__(self, mod: Any) -> None:
         if type(mod) is not types.FunctionType or mod.__defaults__ or mod.__kwdefaults__:
@@ -63,8 +63,8 @@ class Snapshot:
 
 
 class _Kind:
-    """What a trace depends on of a tensor. ``Module.half()`` and ``.to()`` change the dtype and the
-    device of a parameter, which stays the same object."""
+    """The properties of a tensor that a trace depends on. ``Module.half()`` and ``.to()`` change
+    the dtype and the device of a parameter, which stays the same object."""
 
     __slots__ = ("device", "dtype", "grad", "shape", "type")
 

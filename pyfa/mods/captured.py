@@ -35,7 +35,8 @@ class Dependencies:
     def _of(self, value: object) -> Hashable:
         kind = type(value)
         if isinstance(value, torch.Tensor):
-            # Which of them are one tensor: the trace gives them one load.
+            # The number says which captured tensors are the same object, because the trace has one
+            # load for these.
             number = self._numbers.setdefault(id(value), len(self.tensors))
             if number == len(self.tensors):
                 self.tensors.append(value)

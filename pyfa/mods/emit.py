@@ -1,4 +1,5 @@
-"""Emits a pair of mods as C++ source for ``kernels/mods.h``, the same for HIP and CUDA."""
+"""Emits a score_mod and a mask_mod as C++ source for ``kernels/mods.h``, the same for HIP and
+CUDA."""
 
 from __future__ import annotations
 
@@ -128,9 +129,10 @@ def _float(value: float) -> str:
 def _reciprocal(function: Function, op: Op) -> str:
     """Return the factor that the division of floats ``op`` becomes, "" if it stays a division.
 
-    The product is within 1.5 ulp. A division takes 8 instructions and a branch to more: with it a
-    softcap took 3.1 ms on an H200 where the built-in one, without it, took 1.8. A mask_mod keeps
-    it, because an ulp there may hide another key.
+    The product is within 1.5 ulp. A division takes 8 instructions, and a branch to further ones:
+    with divisions, a softcap as a score_mod took 3.1 ms on an H200, and the built-in softcap,
+    without divisions, took 1.8. A mask_mod keeps its divisions, because a difference of an ulp may
+    mask another key.
     """
     value = function.ops[op.args[1]].value if op.name == "div" and op.type == "f" else None
     if value is None or not 2.0**-126 <= abs(float(value)) <= 2.0**126:
@@ -139,8 +141,8 @@ def _reciprocal(function: Function, op: Op) -> str:
 
 
 def _near_tanh(function: Function, op: Op) -> str:
-    """Return the tanh whose error is small beside 1, not beside itself. A factor of its argument
-    becomes one with that of the exponential in it."""
+    """Return the tanh whose error is small compared with 1, but not compared with the result. A
+    factor of its argument is merged with that of its exponential."""
     inner, factor = op.args[0], 1.0
     source = function.ops[inner]
     if source.name in ("mul", "div") and len(source.args) == 2:

@@ -1,4 +1,5 @@
-"""Emits a pair of mods as Triton functions, on blocks or values that broadcast to one."""
+"""Emits a score_mod and a mask_mod as Triton functions. Their arguments and results are blocks of
+the shape of a tile of scores, or values that broadcast to this shape."""
 
 from __future__ import annotations
 

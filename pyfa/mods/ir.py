@@ -18,7 +18,7 @@ MOST_OPERATIONS = 512
 """Beyond this a mod is refused: kernels inline it for every score that a lane holds."""
 
 INPUTS = {"score": "f", "b": "i", "h": "i", "q": "i", "kv": "i"}
-# Those that ``steps`` adds.
+# The inputs that ``steps`` adds.
 _STEPS = {"q_base": "i", "kv_base": "i", "q_step": "f", "kv_step": "f"}
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 _COMMUTATIVE = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or", "xor"})

@@ -150,7 +150,8 @@ def _logical(name: str) -> Rule:
 
 
 def _sigmoid(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
-    # By tanh, whose ends are exact: exp(-x) would be infinite, and its derivative inf / inf.
+    # Computed with tanh, which is exact at both ends. With exp(-x), which can be infinite, the
+    # derivative would be inf / inf.
     half, x = r.make.constant(0.5, "f"), r.number_of(args[0], "f")
     t = r.make.make("tanh", r.make.make("mul", half, x))
     return int(r.make.make("add", half, r.make.make("mul", half, t)))

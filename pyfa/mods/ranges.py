@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .ir import Function, Op
 
-# No sequence is as long: its keys would take 128 GB.
+# No sequence is longer than this: its keys would take 128 GB.
 _MOST = (1 << 30) - 1
 _LIMITS = {"i": (-(1 << 31), (1 << 31) - 1), "l": (-(1 << 63), (1 << 63) - 1)}
 

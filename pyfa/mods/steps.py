@@ -46,8 +46,8 @@ class _Steps:
     def __init__(self, function: Function) -> None:
         self.function, self.make = function, Builder()
         self.ranges: list[Range] = ranges_of(function)
-        # Of each operation: its result, its result at the bases, and its rates if it is a whole
-        # number that is linear.
+        # For each operation: its result, its result at the bases, and its rates if it is a whole
+        # number that is linear in q and kv.
         self.here: list[int] = []
         self.based: list[int] = []
         self.rates: list[_Rates | None] = []
@@ -92,8 +92,8 @@ class _Steps:
         return self.make.make("mul", self.make.constant(rate, "f"), step)
 
     def _rates(self, number: int, op: Op) -> _Rates | None:
-        """Return the rates of operation ``number``; None if it is no whole number, or none that is
-        linear in q and kv."""
+        """Return the rates of operation ``number``; None if it is not a whole number, or not linear
+        in q and kv."""
         if op.name == "input":
             return _OF_INPUT.get(str(op.value))
         found = [self.rates[x] for x in op.args]

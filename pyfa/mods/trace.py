@@ -481,7 +481,7 @@ _NUMBER = (
     "`int()`, `float()` or a function of math or numpy; use `.int()`, `.float()` and torch's "
     "functions"
 )
-# By the method that asks for a value: what calls it, and what to write.
+# For each method that needs a value: the code that calls the method, and what to write instead.
 _INSTEAD = {
     "": "`.item()`, a slice or a function of numpy; use the scalar as it is, and torch's functions",
     "__bool__": _BRANCH, "is_nonzero": _BRANCH, "__contains__": _BRANCH,

@@ -15,8 +15,8 @@ from .kernels import ROLES, TiledKernel
 from .memory import read_once, tensor_bytes
 from .requested import requested_bytes, requested_of, workgroups
 
-# Of a vendor's matrix product on large matrices: an assumption, which only the requested bytes of
-# standard attention rest on.
+# The tile of a vendor's matrix product on large matrices. This is an assumption, which affects only
+# the requested bytes of standard attention.
 GEMM_TILE = 128
 # Intermediate results that one kernel leaves for another.
 INTERMEDIATE = frozenset({"s", "p", "dp", "ds", "delta", "partial", "dq_sum"})

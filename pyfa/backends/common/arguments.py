@@ -12,7 +12,7 @@ from ...plan import Plan
 from ...sizes import Extent, Size, Totals, function_of
 from .program import Program
 
-# Takes what ``program.Launch`` takes, of which it reads the addresses and the totals.
+# Takes the arguments of ``program.Launch``, but uses only the addresses and the totals.
 Start = Callable[[Sequence[int], object, object, Totals | None], None]
 
 
@@ -86,7 +86,7 @@ def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) 
             values[member] = value
         own_data = abi.pack(values, [each.data for each in own])
         size = sizes[id(step.params)] + maps_size
-        if own:  # as the compiler rounds it up, whose struct is aligned as maps are
+        if own:  # the compiler rounds the size up, because the struct is aligned like its maps
             size = -(-size // abi.MAP_ALIGNMENT) * abi.MAP_ALIGNMENT
         data += own_data.ljust(size, b"\0")
         words += [
@@ -159,9 +159,10 @@ def launcher(
     """
     resize = _resize_of(layout, blocks)
     words, current_stream = layout.words, _torch.current_stream
-    # The driver copies the arguments before it returns; until then they are one thread's. Taking
-    # the last of a list and putting it back are atomic, need no lock (0.2 µs where these take 0.02)
-    # and let a signal's handler launch in between. What raises is not put back.
+    # The driver copies the arguments before it returns; until then only one thread may use them. To
+    # pop the last item of a list and to append it again are atomic operations. They take 0.02 µs
+    # instead of the 0.2 µs of a lock, and a signal handler may launch in between. A block whose
+    # launch raises is not put back.
     free: list[Block] = []
 
     def launch(
@@ -174,7 +175,7 @@ def launcher(
             block = Block(layout, calls_of)
         if resize is not None and totals != block.totals:
             resize(block, totals)
-        # A view takes 0.05 us an address. Packing them all at once takes longer.
+        # A view takes 0.05 µs per address. Packing all addresses at once takes longer.
         of_block = block.words
         for at, number in words:
             of_block[at] = addresses[number]
@@ -205,7 +206,7 @@ def _resize_of(
 
     def resize(block: Block, totals: Totals | None) -> None:
         assert totals is not None, "sizes depend on them"
-        # Not those totals before all is written.
+        # The block has these totals only after everything is written.
         block.totals = None
         values, grids = at(*totals)
         for (view, number), value in zip(block.sizes, values, strict=True):

@@ -65,8 +65,8 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
 
 def padded(x: torch.Tensor, more: int) -> torch.Tensor:
     """Return a contiguous copy of ``x`` with ``more`` zeros after the elements of each row."""
-    # Not by PyTorch's pad, which keeps the order of a tensor that it takes for an image with its
-    # channels last, and knows no float8; its 0 is that of integers.
+    # PyTorch's ``pad`` would not do: it keeps the memory order of a tensor that looks like a
+    # channels-last image, and does not support float8. The integer 0 is also the float8 0.
     bits = as_bits(x)
     whole = bits.new_zeros((*x.shape[:-1], x.shape[-1] + more))
     whole[..., : x.shape[-1]] = bits

@@ -24,8 +24,8 @@ Like = tuple[Shape, Shape, torch.dtype]
 """Shape, strides and dtype of a buffer."""
 _Bound = TypeVar("_Bound", bound=Callable[..., Any])
 
-# Takes the addresses of all that a program names, its inputs, what it made, and the totals of
-# packed rows if any of its sizes depends on them.
+# Takes the addresses of all tensors that a program names, its inputs, the buffers that it made, and
+# the totals of packed rows if any size depends on them.
 Launch = Callable[[list[int], Sequence[torch.Tensor], Sequence[torch.Tensor], Totals | None], None]
 
 
@@ -96,7 +96,8 @@ class Program:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Return the names that are whole tensors."""
+        """Return the names of whole tensors: the inputs and the buffers, without the slices of
+        buffers."""
         return (*self.inputs, *self.made)
 
     @functools.cached_property
@@ -153,7 +154,7 @@ def run_of(
     more, current_device = tuple(range(3, aligned or 0)), _torch.current_device
     anywhere = aligned is None
 
-    # Of new totals, this alone is evaluated again.
+    # For new totals, only this function is called again.
     def sized(totals: Totals | None) -> Run:
         likes, offsets = program.sizes if totals is None else program.sizes_at(*totals)
         parts = tuple(zip(of_parts, offsets, strict=True))
@@ -196,13 +197,12 @@ def for_any_total(
     first: int = 0,
     kind_of: Callable[[int, int], Hashable] = lambda q, k: None,
 ) -> _Bound:
-    """Bind ``call`` for its inputs ``given`` and all that differ from them also in the number of
-    packed rows.
+    """Bind ``call`` for inputs like ``given``, with any number of packed rows.
 
     In packed training the totals differ at each step. ``bind`` takes inputs to a function of the
-    totals, which evaluates the sizes that depend on them. ``bind`` is called again only for totals
-    of another kind: if a total is 0, or by ``kind_of``. Among the inputs q is number ``first``, and
-    k the next.
+    totals, which evaluates the sizes that depend on them. ``bind`` is called once for each kind of
+    totals: the kind is which totals are 0, and the result of ``kind_of``. ``first`` is the index of
+    q among the inputs; k is the next input.
     """
     if call.cu_seqlens_q is None and call.cu_seqlens_k is None:
         return bind(*given)(None)

@@ -29,7 +29,7 @@ class Costs(NamedTuple):
 
 
 FREE = Costs(1.0, 0.0, 0.0)
-# What is worth a part of its own in a prefill: below it, merging costs more.
+# The fewest keys of a split of a prefill: with fewer, merging costs more than the split gains.
 _LEAST_KEYS = 256
 
 
@@ -53,11 +53,11 @@ class Rounds(NamedTuple):
     row_bytes: int
 
 
-# Idle units leave power to the others: so much of a gain in clocks is one in time.
+# The share of a gain in clocks that is also a gain in time: idle units leave power to the others.
 _OF_CLOCKS = 0.55
-_WORTH = 0.92  # of the time: the model does not tell two forms that are closer apart
+_WORTH = 0.92  # of the time; the model cannot tell apart two times that are closer
 _MOST_PARTS = 8
-_MOST_BYTES = 1 << 28  # of what the parts leave to be merged
+_MOST_BYTES = 1 << 28  # of the partial results that are to be merged
 
 
 def over_rounds(
@@ -104,7 +104,7 @@ def fewest_to_fill(
     """
     shares = {}
     for parts in range(1, most + 1):
-        # Only counts that change the longest part are worth a look.
+        # Skip numbers of splits that do not shorten the longest split.
         if parts > 1 and -(-pieces // parts) == -(-pieces // (parts - 1)):
             continue
         rounds = blocks * parts / places
@@ -116,8 +116,8 @@ def fewest_to_fill(
     return next(parts for parts, (_, share) in shares.items() if share >= 0.85 * best)
 
 
-# Rows, of all query heads of a KV head, whose chunks are small beside the keys that they are of: of
-# 2,048 keys one for each 16.
+# With at most so many rows, of all query heads of a KV head, the partial results of chunks are
+# small compared with the keys: one for each 16 of 2,048 keys.
 _FEW_LINES = 64
 
 
@@ -172,14 +172,14 @@ def least_time(blocks: int, pieces: int, piece_bytes: int, units: int, times: Ti
 
 
 class GroupCosts(NamedTuple):
-    """What the time of a backward depends on that divides the query heads of its groups, in query
-    rows that a block visits.
+    """The costs of a backward that divides the query heads of its groups. The unit is the time that
+    a block takes to visit one query row.
 
-    ``start``: to start and end a block. ``sum``: to add up the gradients of the parts. ``tail``:
-    how much longer a masked backward takes than the average SM or CU is busy, as a share of the
-    longest block's time. If heads come one by one, the longest block of the last head starts late.
-    ``misses``: the share by which a row takes longer each time the rows visited at once double
-    beyond the size of the L2.
+    ``start``: the time to start and end a block. ``sum``: the time to add up the gradients of the
+    parts. ``tail``: how much longer a masked backward takes than the average SM or CU is busy, as a
+    share of the longest block's time. If heads come one by one, the longest block of the last head
+    starts late. ``misses``: the share by which a row takes longer each time the rows visited at
+    once double beyond the size of the L2.
 
     The defaults of ``start`` and ``sum`` were fitted to shapes on an H200, that of ``tail`` to 12
     shapes of the MI300X timing model.
@@ -192,12 +192,13 @@ class GroupCosts(NamedTuple):
 
 
 class Visited(NamedTuple):
-    """The blocks of a backward that own keys, and what they visit without parts.
+    """The blocks of a backward that own keys, and what each block visits if the query heads of a
+    group are not divided into parts (``of_group``).
 
-    ``rows``: query rows of the longest block, of all heads of its group. ``uneven``: other blocks
-    visit fewer, on average half as many; a head's longest start first. ``l2_share``: the bytes of
-    the rows of a group, over the number of blocks that visit them and over the bytes of the L2; 0
-    if unknown.
+    ``rows``: the query rows that the longest block visits, in all heads of its group. ``uneven``:
+    other blocks visit fewer rows, on average half as many, and the longest blocks of a head start
+    first. ``l2_share``: the bytes of the rows of a group, divided by the number of blocks that
+    visit them, then by the size of the L2; 0 if unknown.
     """
 
     blocks: int
@@ -210,9 +211,10 @@ class Visited(NamedTuple):
 def of_group(group: int, visited: Visited, places: int, costs: GroupCosts) -> int:
     """Return into how many parts to divide the query heads of each group in a backward.
 
-    A few KV heads leave most ``places`` of the device empty. Each part has blocks, dK and dV of its
-    own, and its blocks visit fewer rows at once: those of 16 groups of 8 heads and 1,024 rows of
-    128 are 128 MiB, and a backward on an H100 takes 0.82 of the time with four parts.
+    With few KV heads, most ``places`` of the device stay empty. Each part has its own blocks, dK
+    and dV. The blocks of a part also visit fewer rows at once. For example, the rows of 16 groups
+    of 8 heads with 1,024 rows and head_dim 128 take 128 MiB. With four parts, such a backward takes
+    0.82 of the time on an H100.
     """
     blocks, rows, uneven, l2_share = visited
 

@@ -10,8 +10,8 @@ from . import forward_sm90, forward_sm90_fp8, latent_sm90, plans
 
 FEATURES = native.FEATURES | {"fp8"}
 KERNEL = "cuda/sm80/attn_decode.cu"
-# Fitted to times on an H200 (docs/kernels/cuda_sm80_decode.md). Fewer blocks than SMs read up to
-# 1.8 times as fast each: 30 % of the time is latency.
+# Fitted to times on an H200 (docs/kernels/cuda_sm80_decode.md). If there are fewer blocks than SMs,
+# each block reads up to 1.8 times as fast: 30 % of the time is latency.
 TIMES = Times(start=102400, combine=102400, part=1024, latency=0.3, pieces=4, parts=512)
 
 
@@ -22,7 +22,7 @@ def takes(problem: Problem) -> bool:
     if forward_sm90.packs(problem):
         return False
     wide = "wide" in problem.features and not native.are_few_lines(problem)
-    # Of wide heads only Hopper has another kernel.
+    # For large head dims, only Hopper has another kernel.
     return not (wide and plans.runs_sm90(problem.arch) and not forward_sm90.why_not(problem))
 
 

@@ -31,7 +31,7 @@ from . import plans
 from .tensor_maps import BIAS_SCORE, panel
 
 KERNEL = "cuda/sm90/attn_fwd.cu"
-# What runs on the sm_80 kernel, with the words for ``explain``.
+# Features of calls that run on the sm80 kernel, with the words for ``explain``.
 ELSEWHERE = {
     "dropout": "dropout", "bias": "bias",
     "tree": "tree_mask",  # its addresses spill 150 to 390 bytes
@@ -43,25 +43,27 @@ _FULL, _MASKED, _TERMS = range(3)
 ALONE = {"softcap": 3, "alibi": 4}
 SCORE_MOD = 5
 _SCORE_TERMS = {"softcap", "alibi", "score_mod", "mask_mod"}
-_TWO_FIT = 96  # heads up to this: two blocks of one warpgroup fit on an SM
+_TWO_FIT = 96  # up to this head_dim, two blocks of one warpgroup fit on an SM
 _HALF_SM = 113 * 1024  # bytes of shared memory of each of two blocks
-# With these alone the grid is known when a plan is made, and its tiles follow from it, up to a
-# number of keys: 192 rows x 65,536 keys took 136 µs with blocks of 64 rows, 109 with the general.
+# If a call has no other features than these, its grid is known when the plan is made, and
+# determines the tiles. This holds up to ``_MOST_KEYS`` keys: 192 rows x 65,536 keys took 136 µs
+# with blocks of 64 rows, and 109 µs with the general tiles.
 _OF_GRID = frozenset({"causal", "gqa", "sinks", "backward", "dlse", "deterministic"})
 _MOST_KEYS = 4096
-PAGE_SIZES = (0, 16)  # what ``all_plans`` are for: others are compiled at first use
-# What plans can do whose blocks have the rows of all query heads of a KV head.
+PAGE_SIZES = (0, 16)  # those of ``all_plans``; plans for others are compiled at first use
+# Features that plans support whose blocks have the rows of all query heads of a KV head.
 _PACKED = frozenset(
     ("causal", "window", "negative_edge", "chunk", "sinks", "varlen", "seqused", "paged", "leftpad",
      "batch_idx", "gqa", "dv", "batch_invariant")
 )  # fmt: skip
-# Up to how many rows of a head, and from how many of all on: fewer are decode's, unless it must not
-# take them.
+# Such plans take calls with at most MOST_ROWS rows per head and at least LEAST_LINES rows of all
+# heads of a group. Calls with fewer rows run on the decode kernel, unless it does not support them.
 MOST_ROWS = ROWS
 LEAST_LINES = 33
-PIECE = 128  # keys, about a tile: what their splits are multiples of
-# What pages are a multiple of. Smaller ones are read here where no other kernel does: on an H200
-# pages of 4 keys take 28 µs of both, of 1 key 65, and 28 of sm80's.
+PIECE = 128  # keys, about a tile; splits of such plans are multiples of it
+# Page sizes are a multiple of this. This kernel reads smaller pages only if no other kernel can. On
+# an H200, pages of 4 keys take 28 µs on this kernel and on sm80's; pages of 1 key take 65 µs on
+# this kernel and 28 µs on sm80's.
 _WORTH_A_COPY = 8
 
 
@@ -73,7 +75,8 @@ def why_not(problem: Problem) -> list[str]:
         found[found.index("bias")] = OTHER_BIAS
     if problem.mods and "paged" in problem.features:
         found.append("pages with score_mod or mask_mod")
-    # Batch invariance is for one kernel to read pages and others: ``why_not_invariant`` has these.
+    # With batch_invariant, one kernel must read both pages and keys without pages:
+    # ``why_not_invariant`` has the reasons.
     if "batch_invariant" not in problem.features:
         found += without_pages(problem)
     return [f"sm80's kernel: sm90's has no {words}" for words in found]
@@ -105,7 +108,7 @@ def why_not_invariant(problem: Problem) -> list[str]:
     if "batch_invariant" not in problem.features:
         return []
     if problem.mods and "paged" in problem.features and not problem.features & ELSEWHERE.keys():
-        # Without pages this kernel would run, and sm80's gives other bits.
+        # Without pages this kernel would run, and sm80's kernel gives other bits.
         return ["batch invariance with pages and score_mod or mask_mod is not implemented"]
     if why_not(problem):
         return []
@@ -139,7 +142,7 @@ def plan(problem: Problem) -> Plan:
         return _plan_with_bias(
             pair, calls.DTYPE_CODES[problem.dtype], plans.notes_of(problem, pair)
         )
-    # A mask_mod hides scores as they are: it needs no terms.
+    # A mask_mod only masks scores, so it does not need the plan with score terms.
     scores = replace(problem, features=problem.features - {"mask_mod"})
     general = calls.score_class(scores) != PLAIN
     kind = _TERMS if general else _kind_of_mask(pair, problem.mods) if problem.mods else _FULL
@@ -168,8 +171,9 @@ def plan(problem: Problem) -> Plan:
 
 
 def _fastest(problem: Problem, pair: Pair, general: Own) -> Own:
-    """Return the tiles that take the least time: others than the ``general`` ones only if they gain
-    3 %, which is as exact as the model is. It knows nothing of splits of many keys."""
+    """Return the tiles that take the least time. Other tiles than the ``general`` ones must gain at
+    least 3 %, because the model is not more exact than that. The model does not include splits of
+    the keys."""
     if problem.seqlen_k > _MOST_KEYS or ("causal" in problem.features and not problem.square):
         return general
     times = {pace.tiles: _microseconds(problem, pair, pace) for pace in FORWARD_OF_GRID[pair]}
@@ -178,8 +182,9 @@ def _fastest(problem: Problem, pair: Pair, general: Own) -> Own:
 
 
 def _of_window(problem: Problem, pair: Pair, general: Own) -> Own:
-    """Return the tiles for a window. Blocks of the fewest rows are fastest where all run at once: 8
-    heads of 1,024 rows took 7.6 µs on an H100, and 9.3 with two warpgroups."""
+    """Return the tiles for a window. If all blocks run at once, those with the fewest rows are
+    fastest: on an H100, 8 heads of 1,024 rows took 7.6 µs with one warpgroup and 9.3 µs with
+    two."""
     fitting = [own for most, own in FORWARD_OF_WINDOW.get(pair, ()) if 0 < problem.window <= most]
     if not fitting:
         return general
@@ -201,7 +206,7 @@ def _microseconds(problem: Problem, pair: Pair, pace: Pace) -> float:
     longest = of_work_tile(problem.seqlen_k)
     if "causal" not in problem.features:
         return LAUNCH_US + -(-blocks * heads // places) * longest
-    # The longest come first. What is left at the end was a fifth of the longest.
+    # The longest work tiles come first. The unbalanced rest at the end took a fifth of the longest.
     all_of_head = sum(of_work_tile(min((i + 1) * rows, problem.seqlen_k)) for i in range(blocks))
     return LAUNCH_US + max(longest, all_of_head * heads / places + 0.2 * longest)
 
@@ -230,16 +235,17 @@ def _score_of(problem: Problem) -> int:
 
 
 def _kind_alone(pair: Pair, score: int) -> int:
-    """Return the tiles for a term alone. At 64 and above 128 those of plain masks spill with
-    softcap."""
+    """Return the tiles for a call with a single score term. At head_dim 64 and above 128, the tiles
+    of plain masks spill with softcap."""
     spills = pair[0] == 64 or pair[0] > 128
     return _TERMS if score == ALONE["softcap"] and spills else _MASKED
 
 
 def _kind_of_mask(pair: Pair, digest: str) -> int:
-    """Return the tiles for a mask_mod alone. One that loads something for each key spills 32 bytes
-    at 64 with those of plain masks, and its documents are often shorter than three warpgroups'
-    rows: on an H200 those of 512 tokens took 0.21 ms, and 0.20 with two."""
+    """Return the tiles for a mask_mod alone. At head_dim 64, a mask_mod that loads a value for each
+    key spills 32 bytes with the tiles of plain masks. Such mask_mods often mask documents that are
+    shorter than the rows of three warpgroups: on an H200, documents of 512 tokens took 0.21 ms with
+    three warpgroups and 0.20 ms with two."""
     mask = mods.of(digest).mask
     return _TERMS if pair[0] == 64 and mask is not None and loads_by_key(mask) else _MASKED
 
@@ -247,9 +253,9 @@ def _kind_of_mask(pair: Pair, digest: str) -> int:
 def _has_few_rows(problem: Problem, pair: Pair, packed: bool) -> bool:
     """Return whether blocks of one warpgroup are faster.
 
-    Of wide heads only one such block fits on an SM, and it computes more slowly than two
-    warpgroups. So each block needs an SM of its own: on an H200 64 of them took 76 µs instead of
-    91, and 512 took 582 instead of 522."""
+    At large head dims, only one such block fits on an SM, and it computes more slowly than two
+    warpgroups. So such blocks are faster only if each block has its own SM: on an H200, 64 blocks
+    took 76 µs instead of 91, and 512 blocks took 582 instead of 522."""
     if problem.seqlen_q > ROWS:
         return False
     blocks = problem.batch * problem.heads_q
@@ -285,9 +291,9 @@ def _plan(
     if packed:
         more["PACKED"] = 1
     if groups != tiles.groups:
-        # P of one warpgroup alone would be computed as that of three, which is slower.
+        # With one warpgroup, P would otherwise be computed as with three, which is slower.
         more["OF_GROUPS"] = tiles.groups if invariant else 2
-        # On an H200 3 stages of heads of 64 gain 4 % with 64 blocks, of 128 they lose 12 %.
+        # On an H200 with 64 blocks, 3 stages gain 4 % at head_dim 64 and lose 12 % at 128.
         stages = 3 if groups == 1 and pair[0] <= 64 else tiles.stages
         tiles = tiles._replace(groups=groups, stages=stages)
     if groups == 1:

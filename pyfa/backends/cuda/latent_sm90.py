@@ -20,12 +20,13 @@ KERNEL = "cuda/sm90/attn_latent.cu"
 _FEATURES = frozenset(
     ("causal", "window", "sinks", "varlen", "seqused", "paged", "batch_idx", "gqa", "dv", "latent")
 )
-# Up to 16 rows of all heads sm80's decode kernel is faster, with a block of 8 or 16 of them; one of
-# 32 takes longer than a block of 64 here (docs/kernels/cuda_sm90_latent.md).
+# With at most 16 rows of all heads, sm80's decode kernel is faster: its blocks have 8 or 16 rows.
+# Its blocks of 32 rows take longer than this kernel's blocks of 64
+# (docs/kernels/cuda_sm90_latent.md).
 LEAST_LINES = 17
 _PAIR = (576, 512)
 # Fitted to times on an H200 of 1 to 128 sequences and 1 to 128 splits. A tile of keys takes 1.5 µs,
-# whatever the number of blocks; each split, of the rows of each block, 0.08 µs to combine.
+# for any number of blocks. To combine one split takes 0.08 µs for the rows of each block.
 _TIMES = Times(start=294912, combine=196608, part=4096, latency=1.0, pieces=1, parts=128)
 
 

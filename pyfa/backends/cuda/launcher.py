@@ -43,7 +43,7 @@ class Launcher:
         given = dict(zip(program.inputs, tensors, strict=True))
         if not any(step.plan.kernel in tensor_maps.BOXES for step in program.steps):
             return self._launch(program, given, None)
-        # Of packed ones, the total is set at each launch.
+        # The total of packed rows is set at each launch.
         for name, (shape, _, dtype) in zip(program.made, program.likes, strict=True):
             if name in tensor_maps.MADE:
                 known = [1 if isinstance(size, Size) else size for size in shape]

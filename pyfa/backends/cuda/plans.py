@@ -13,10 +13,10 @@ from ..native import plans, tiles
 from ..native.plans import values_of
 from ..native.tiles import Pair, sm80
 
-# Archs with a file of tiles. Another one takes those of the nearest below it of its major version,
-# and code is compiled for itself.
+# Archs with a file of tiles. Any other arch uses the tiles of the nearest lower arch of its major
+# version. The code is still compiled for the device's arch.
 TILED = tiles.archs("sm")
-SMALL_THREADS = 256  # of combine, append, gaps, row_sums and dq_convert
+SMALL_THREADS = 256  # threads per block of combine, append, gaps, row_sums and dq_convert
 
 
 def compiled_for(arch: str, plan: Plan | None = None) -> str:
@@ -45,7 +45,7 @@ def grid_of(plan: Plan, blocks: Extent, units: int) -> Extent:
     return blocks
 
 
-# Kernels that are launched while the one before them still runs, and wait for it by themselves
+# Kernels that are launched while the previous kernel still runs, and that wait for it themselves
 # (``kernels/cuda/ahead.h``).
 AHEAD = frozenset({"cuda/combine.cu", "cuda/sm80/dq_convert.cu", "cuda/sm90/attn_bwd.cu"})
 
@@ -53,7 +53,7 @@ AHEAD = frozenset({"cuda/combine.cu", "cuda/sm80/dq_convert.cu", "cuda/sm90/attn
 def starts_ahead(plan: Plan, arch: str) -> bool:
     """Return whether ``plan``, compiled for ``arch``, is launched before the previous kernel
     ends."""
-    # A merge of the caller's parts is the first kernel of its call.
+    # A merge of the caller's parts has no previous kernel in its call.
     return plan.kernel in AHEAD and _number(arch) >= 90 and "MERGED" not in dict(plan.constants)
 
 
@@ -150,16 +150,16 @@ def blocks_per_sm(plan: Plan, arch: str, registers: int, shared: int) -> int:
     return min(by_registers, by_shared, limits.waves // warps)
 
 
-# Kernels that find their work tiles in an order for which the host computes what they divide by: a
-# division takes a GPU about 100 cycles, and a block has to find its work tile before it can load
-# anything. Blocks own keys, or rows.
+# Kernels that compute the order of their work tiles with divisors that the host has prepared: a
+# division takes a GPU about 100 cycles, and a block must know its work tile before it can load
+# anything. Their blocks own keys, or rows.
 _ORDERED_BY_KEYS = "cuda/sm90/attn_bwd.cu"
 _ORDERED_BY_ROWS = ("cuda/sm90/attn_fwd.cu", "cuda/sm80/attn_fwd.cu")
-# How many heads of blocks that own keys run together at most: of groups that share keys, and of as
-# many query heads as KV heads.
+# The most heads whose blocks, which own keys, run together: with KV groups, and with as many query
+# heads as KV heads.
 _MOST_TOGETHER, _MOST_EQUAL = 16, 4
 _L2_SHARE = 24 << 20  # of 50 MB
-# Of K and V of a section of the forward: 16 MB, which the L2 holds.
+# The size of K and V of a section of the forward: 16 MB, which the L2 holds.
 _SECTION_ELEMENTS = 8 << 20
 
 
@@ -167,16 +167,17 @@ def heads_together(plan: Plan, sizes: Mapping[str, int]) -> int:
     """Return how many heads a section of blocks has, which run side by side; ``sizes``: members of
     ``Params``.
 
-    Where blocks add to dQ in turn, the last keys of a head come first, and several heads at a time,
-    so that of the blocks that run together few are of one head and wait for each other. But then
-    fewer read the same rows at a time: without a mask, 4 heads of 4k rows or more are best, 16 of
-    1k. With a causal mask blocks of a head are at different rows, which all should stay in the L2.
+    If blocks add to dQ in turn, the last keys of a head come first, and several heads run together.
+    So only a few of the blocks that run at the same time belong to one head and wait for each
+    other. But then fewer blocks read the same rows at the same time: without a mask, 4 heads are
+    best with 4k rows or more, and 16 heads with 1k rows. With a causal mask, the blocks of a head
+    are at different rows, which should all stay in the L2.
 
-    Where they add in any order, the first keys of a head come first, which a causal mask lets most
-    rows see. Without a mask heads come one by one. With one, blocks are unequal, and several heads
-    at a time make what is left at the end short. With up to four at a time and as many query heads
-    as KV heads, backward takes 0.85 to 1.01 of the time, if their rows fit the L2. With groups that
-    share keys and up to 16 at a time it takes 0.82 to 0.97.
+    If blocks add in any order, the first keys of a head come first, because most rows see them
+    under a causal mask. Without a mask, heads run one by one. With a mask, blocks take different
+    times, and several heads together shorten the unbalanced rest at the end. With as many query
+    heads as KV heads and up to four heads together, a backward takes 0.85 to 1.01 of the time, if
+    their rows fit in the L2. With KV groups and up to 16 heads together, it takes 0.82 to 0.97.
     """
     constants = values_of(plan)
     dim, in_turn = constants["HEAD_DIM"], constants["DETERMINISTIC"]
@@ -189,7 +190,8 @@ def heads_together(plan: Plan, sizes: Mapping[str, int]) -> int:
     rows = max(1, sizes["seqlen_q"] * (group if in_turn else 1))
     least = 1 if in_turn or equal else 2
     fitting = max(least, _L2_SHARE // row_bytes // rows) if masked else max(4, (16 << 10) // rows)
-    # In equal sections: a last one of a head or two would start its longest blocks when others end.
+    # The sections are equal: a last section of one or two heads would start its longest blocks when
+    # the other sections end.
     heads = sizes["heads_k"] * sizes["batch"]
     sections = max(1, heads // min(_MOST_EQUAL if equal else _MOST_TOGETHER, fitting))
     return -(-heads // sections)

@@ -26,9 +26,10 @@ from . import (
     plans,
 )
 
-# On an H200: 64 keys of a block of 128 rows (8 heads of 8192, causal: 351 µs, of which the longest
-# block has 128 such tiles), and a row of one head in ``combine`` (16,384 of them: 54 µs), which
-# starts 3 µs late. Of Hopper's own kernel 650 TFLOP/s on 132 SMs, one block on each.
+# Costs on an H200. ``tile_us``: 64 keys of a block of 128 rows (8 heads of 8,192 rows and keys,
+# causal, took 351 µs; the longest block has 128 such tiles). ``row_us``: a row of one head in
+# ``combine`` (16,384 rows took 54 µs). ``combine_us``: the delay before ``combine`` starts.
+# Hopper's own kernel reaches 650 TFLOP/s on 132 SMs, with one block on each.
 _COSTS = Costs(tile_us=2.7, row_us=0.0033, combine_us=3.0)
 _SM90_COSTS = _COSTS._replace(tile_us=0.85)
 
@@ -43,7 +44,7 @@ def _block_of(plan: Plan) -> Block:
         if "CHUNK_TILES" not in values:
             return block
         chunk = values["CHUNK_TILES"] * values["BLOCK_K"]
-        # Output and states of a row for each of its four lanes.
+        # The output and the states of a row, once for each of its four lanes.
         return block._replace(chunk=chunk, kept=rows * (values["HEAD_DIM_V"] + 8))
     if plan.kernel == latent_sm90.KERNEL:
         return Block(threads, sm90.ROWS, values["BLOCK_K"])

@@ -41,7 +41,7 @@ class Box(NamedTuple):
     head: str | int
 
 
-# By kernel, in the order in which it finds them.
+# The boxes of each kernel, in the order of its maps.
 BOXES: dict[str, tuple[Box, ...]] = {
     "cuda/sm90/attn_fwd.cu": (
         Box("q", 64, "HEAD_DIM"),
@@ -60,9 +60,10 @@ BOXES: dict[str, tuple[Box, ...]] = {
         Box("bias", "BLOCK_Q", 64),
     ),
 }
-# Tensors with a map that a program makes itself.
+# Tensors that a program makes itself and that have a map.
 MADE = ("rotated_q", "dk", "dv")
-# What plans that read tiles of a bias have: in ``TERMS`` of backward, and as ``SCORE`` of forward.
+# The constants of plans that read tiles of a bias: in ``TERMS`` of the backward, and ``SCORE`` of
+# the forward.
 BIAS_TILES, BIAS_SCORE = 32, 6
 
 
@@ -79,7 +80,7 @@ class Described(NamedTuple):
         driver, rank = libcuda.library(), len(self.sizes)
         if driver is None:
             raise RuntimeError("there is no CUDA driver")
-        # The map has to lie at a multiple of 64.
+        # The address of the map must be a multiple of 64.
         room = ctypes.create_string_buffer(abi.MAP_SIZE + abi.MAP_ALIGNMENT)
         at = -(-ctypes.addressof(room) // abi.MAP_ALIGNMENT) * abi.MAP_ALIGNMENT
         encode = functools.partial(
@@ -98,7 +99,7 @@ class Described(NamedTuple):
             ctypes.c_int(_ZEROS),
         )
         error = encode()
-        # A thread of autograd may have done nothing on its device yet.
+        # A thread of autograd may not have used its device yet.
         if error == libcuda.NO_CONTEXT and libcuda.use_primary_context(torch.cuda.current_device()):
             error = encode()
         if error:
@@ -162,8 +163,8 @@ def whole_dimensions(bias: torch.Tensor) -> torch.Tensor:
 
 
 def describe(x: torch.Tensor, rows: int, width: int, boxed_heads: int = 1) -> Described:
-    """Describe the map of a tensor with boxes of ``rows`` rows by ``width`` elements of one or
-    several heads, one behind the other."""
+    """Describe the tensor map of ``x``. A box has ``boxed_heads`` heads, one after the other. Of
+    each head it has ``rows`` rows of ``width`` elements."""
     shape, strides = tuple(x.shape), x.stride()
     packed = len(shape) == 3
     if packed:
@@ -173,8 +174,8 @@ def describe(x: torch.Tensor, rows: int, width: int, boxed_heads: int = 1) -> De
     return Described(
         _DTYPES[x.dtype],
         (dim, length, heads, batch),
-        # The stride of a dimension with one element may be anything, also 0. A packed tensor of
-        # one row may have more of them in the next call.
+        # The stride of a dimension with one element may be anything, also 0. A packed tensor with
+        # one row may have more rows in the next call.
         tuple(
             step * x.itemsize if size > 1 else 16
             for size, step in ((length + packed, by_row), (heads, by_head), (batch, by_batch))
@@ -185,8 +186,8 @@ def describe(x: torch.Tensor, rows: int, width: int, boxed_heads: int = 1) -> De
 
 
 def _encoded(described: Described) -> bytes:
-    """Return the map of a tensor at any address. Encoding takes 20 µs, and packed tensors have
-    another number of rows at each step, so the offset of that number in the map is determined once.
+    """Return the map of a tensor at any address. Encoding takes 20 µs, and the number of rows of a
+    packed tensor differs at each step, so the offset of this number in the map is determined once.
     """
     dim, rows, *rest = described.sizes
     data = bytearray(_encoded_as_is(described._replace(sizes=(dim, _ROWS, *rest))))
@@ -200,7 +201,7 @@ def _encoded_as_is(described: Described) -> bytes:
 
 
 _rows = struct.Struct("<I")
-_ROWS = 4096  # of maps that others are made from
+_ROWS = 4096  # rows of the maps from which other maps are made
 
 
 @functools.cache

@@ -14,8 +14,8 @@ KERNEL = "hip/attn_decode.hip"
 THREADS = 256
 _MOST_SPLITS = 512
 _LEAST_GROUPS = 8  # of keys in a split: kLeastGroups of the kernel
-# Of sequences whose lengths only the device knows: the keys that a split should have at most; and
-# the workgroups per CU, which may be more up to a few splits.
+# For sequences whose lengths only the device knows: the most keys that a split should have, and the
+# workgroups per CU. With only a few splits there may be more workgroups per CU.
 _LONGEST_SPLIT = 2048
 _PER_UNIT, _MOST_PER_UNIT, _FEW_SPLITS = 4, 16, 9
 
@@ -53,8 +53,9 @@ def splits_of_lengths(parts: int, workgroups: int, keys: int, units: int) -> int
     knows, with at most ``keys`` keys.
 
     One long sequence among short ones would otherwise keep a few CUs busy while the others have
-    nothing left. Splits that a short sequence does not need are empty: their workgroups end after
-    2,000 clocks by the timing model. 16 for each CU take 10 to 15 µs.
+    nothing left. Splits that a short sequence does not need are empty. In the timing model, the
+    workgroup of an empty split ends after 2,000 clocks, and 16 empty splits per CU take 10 to 15
+    µs.
     """
     workgroups = max(1, workgroups)
     few = min(_FEW_SPLITS, _MOST_PER_UNIT * units // workgroups)

@@ -21,11 +21,13 @@ _FEATURES = frozenset(
     ("causal", "sinks", "varlen", "seqused", "paged", "leftpad", "batch_idx", "gqa", "dv", "latent",
      "topk")
 )  # fmt: skip
-# By the timing model 16 keys of a block take 3,330 to 3,540 clocks, of 16 lines on the decode
-# kernel 608 to 646: six such blocks take longer than one of these, five do not.
+# In the timing model, 16 keys take 3,330 to 3,540 clocks in a block of this kernel, and 608 to 646
+# clocks in a block of 16 lines of the decode kernel. So six blocks of the decode kernel take longer
+# than one block of this kernel, and five do not.
 _LEAST_SMALL_BLOCKS = 6
-# By the timing model at 1.7 GHz, in thousandths of the 2 µs of a tile: what a block takes to start
-# and end; the launch of ``combine``, and per split of a block 0.5 MB that are written and read.
+# From the timing model at 1.7 GHz, in thousandths of the 2 µs of a tile. ``start``: the time to
+# start and end a block. ``combine``: the launch of ``combine``. ``part``: for each split of a
+# block, 0.5 MB are written and read.
 _TIMES = splits.Times(start=6000, combine=2500, part=64, latency=1.0, pieces=4, parts=512)
 _TILE = 1000
 

@@ -100,5 +100,6 @@ class Launcher:
 
 
 def _plain(plan: Plan) -> Plan:
-    """Return what decides on the code of ``plan``: neither its notes nor the emulator do."""
+    """Return ``plan`` without its notes and for ``hip``: neither notes nor the emulator change the
+    code."""
     return replace(plan, backend="hip", notes=())

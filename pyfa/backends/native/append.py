@@ -42,7 +42,8 @@ def readable(append: Append, q: torch.Tensor) -> Append:
     if append.k is not None and append.v is not None:
         append = append._replace(k=calls.with_rows(append.k), v=calls.with_rows(append.v))
     if append.cos is not None and append.sin is not None:
-        # Any but float32 and q's own format goes through float32, as in the operator.
+        # Tables in any dtype except float32 and q's own are converted to float32, as in the
+        # operator.
         kept = append.cos.dtype == append.sin.dtype == q.dtype
         cos, sin = ((x if kept else x.float()).contiguous() for x in (append.cos, append.sin))
         append = append._replace(cos=cos, sin=sin)
@@ -66,7 +67,7 @@ def bind(launch: Launcher, call: Call, append: Append) -> Callable[[Call, Append
         started = launch.launch_of(program, tensors)
         return run_of(program, started, launch.empty, None)
 
-    # The same for all totals.
+    # These are the same for all totals.
     made: dict[str, str] = {}
     numbers: dict[str, int] = {}
     run = for_any_total(call, tensors_of(call, append), bind_kind)

@@ -82,7 +82,7 @@ def bind(
             raise OtherAlignment
         given, new = form.fill(tensors)
         if ready is not None and new is not None:
-            # Into the cache itself, of which attention then reads a copy.
+            # The append writes to the cache itself. Attention then reads a copy of the cache.
             given = ready(given, appending.readable(new, given.q))
         given = readable(given)
         if run is None:
@@ -122,7 +122,7 @@ def _bind(
     if append is not None:
         pointers |= appending.add(launch, program, call, append)
         if append.cos is not None:
-            # The rotated queries are contiguous, whatever strides these have.
+            # The rotated queries are contiguous, whatever the strides of q are.
             call = call._replace(q=torch.empty_like(call.q, memory_format=torch.contiguous_format))
     if count(lse[0]) and call.batch and call.max_seqlen_q:
         grid = grid_of(call)
@@ -131,7 +131,8 @@ def _bind(
     elif count(out[0]) or count(lse[0]):
         gaps.add_forward(launch, program, call, out, lse if has_lse else None)
     started = launch.launch_of(program, (*inputs, *by_list.of(call)))
-    # A bias that is copied in tiles comes next, and other kernels that read one may rely on it too.
+    # A bias that is copied in tiles is the next input and must be aligned, too. Other kernels that
+    # read a bias may rely on this.
     runs = run_of(program, started, launch.empty, 4 if has_bias_tiles(call) else 3)
     if not by_list.names:
         return runs

@@ -142,11 +142,11 @@ def _bind(
     if given.dlse is not None:
         pointers["dlse"] = "dlse"
     if call.sinks is not None:
-        # Shares of rows and, behind them, of blocks that own keys.
+        # First the share of each row, then the sums of the blocks that own keys.
         size = count(lse_shape) + call.batch * call.q.shape[-2] * _sink_sums(call, chain)
         program.make("dsinks", like((size,), torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
-    # As the kernels count them, also for 0 packed rows, whose strides are 1.
+    # Counted as in the kernels, also for 0 packed rows, whose strides are 1.
     states_of = lse_strides[0] * (call.batch if len(lse_shape) == 3 else call.q.shape[-2])
     states = 2 * states_of + _work_floats(launch, call, chain, heads_k)
     parts = {**sums_of(launch, call, chain), "delta": like((states,), torch.float32)}
@@ -187,7 +187,8 @@ def _bind(
             found = run(*tensors, *of_lists)
             dq, dk, dv = found[:3]
             if parts_of_group > 1:
-                # In float32, and rounded once more. Under autocast the sum would stay in float32.
+                # The sum is computed in float32 and rounded again. ``dtype`` is given, because
+                # under autocast the result would otherwise stay in float32.
                 parted = (x.unflatten(-2, (-1, parts_of_group)) for x in (dk, dv))
                 dk, dv = (x.sum(-2, dtype=x.dtype) for x in parted)
             dsinks = None
@@ -230,7 +231,7 @@ def _add_bias_grad(
     strides = dict(zip(("out_batch", "out_head", "out_row"), made[1][:3], strict=True))
     own = Params({**params.values, **strides}, {**params.pointers, "out": "dbias"})
     batches, heads, rows, keys = bias.shape
-    # One for all rows or keys where there is one of them.
+    # If the bias has only one row or one key, one block covers all rows or all keys.
     blocks = batches * heads * -(-rows // block.rows) * -(-keys // block.keys)
     program.add(plan, blocks, block.threads, own)
 
@@ -244,15 +245,16 @@ def bias_plan_for(target: Target, backend: str, problem: Problem) -> Plan:
     return banded(plan) if is_banded(problem.features) else plan
 
 
-# A mask that is neither causal nor a window with both bounds, and what fixes the tiles.
+# Features with which the tiles do not depend on the grid.
 _OF_ANY_GRID = frozenset({"batch_invariant", "chunk", "negative_edge"})
 
 
 def _grid_of(
     device: Device, features: frozenset[str], square: bool, window: int, shape: Shape
 ) -> BackwardGrid | None:
-    """Return what the tiles of a backward may follow from, or None where they must not. ``window``:
-    how many keys a row sees by its window, 0 if it has no bound on one side."""
+    """Return the properties by which the tiles of a backward are chosen, or None if the tiles must
+    not depend on sizes. ``window``: the number of keys in a row's window, 0 if it has no bound on
+    one side."""
     masked = not features.isdisjoint({"causal", "window"})
     open_window = "window" in features and not window
     if features & _OF_ANY_GRID or open_window or (masked and not square):
@@ -329,7 +331,7 @@ def _group_splits_of(launch: Launcher, call: Call) -> Callable[[int], int]:
     """Return a function of the total of packed keys: into how many parts the query heads of each
     group are divided."""
     if call.batch_invariant or call.q.shape[-2] <= call.k.shape[-2]:
-        return lambda total: 1  # of batch_invariant, because the bits of dK depend on it
+        return lambda total: 1  # with batch_invariant, because the bits of dK depend on it
     chain = _chain(launch, call)
     block = next(x for x in map(launch.target.block_of, chain) if x.keys)
     packed, shape = call.cu_seqlens_k is not None, _shape_of(call)
@@ -378,11 +380,11 @@ def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Li
     if name_of(chain[-1]) != "dq_convert":
         return {}
     rows, heads = launch.target.block_of(chain[0]).rows, call.q.shape[-2]
-    # A packed sequence begins at a tile of its own.
+    # Each packed sequence begins at a new tile.
     tiles: Extent = -(-call.max_seqlen_q // rows) * call.batch
     if call.cu_seqlens_q is not None:
         tiles = sizes.shape_of(call, "q")[0] // rows + call.batch
-    # row_sums begins both with 0.
+    # row_sums sets both to 0.
     dim = values_of(chain[-1])["HEAD_DIM"]
     found = {"dq_accum": like((tiles * rows * heads * dim,), torch.float32)}
     if call.deterministic:

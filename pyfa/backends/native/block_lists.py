@@ -67,7 +67,7 @@ def plan_of(
     plan = modified(launch.plan(kernel), call.mods)
     constants = {
         **dict(plan.constants),
-        "LISTS": 2,  # it is given lists, and does not visit by them
+        "LISTS": 2,  # it receives lists, but does not use them to skip tiles
         "ROWS": tiles.rows,
         "KEYS": tiles.keys,
         "OWNS_KEYS": int(tiles.owned == "keys"),

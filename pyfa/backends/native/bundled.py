@@ -1,4 +1,5 @@
-"""What a machine without a compiler lacks: kernels that its bundle does not have."""
+"""Names the kernels that a machine without a compiler lacks, because its bundle does not have
+them."""
 
 from __future__ import annotations
 

@@ -26,14 +26,14 @@ FEATURES = frozenset(
         "seqused", "paged", "leftpad", "batch_idx", "gqa", "dv", "wide", "latent", "topk", "tree",
     )
 )  # fmt: skip
-# Up to how many rows or lines decode is taken rather than the forward, whose tiles hold more rows
-# of one head. With a group its heads share what is read, without one nothing does. On an H200 16
-# rows of groups of 4 to 16 take 0.44 to 0.63 of the forward's time in batches, 32 rows 1.05 to
-# 1.15 of it.
+# Decode is chosen up to this number of rows or lines. The tiles of the forward hold more rows, of
+# one head each. In decode, the heads of a KV group share the keys that are read; without groups
+# nothing is shared. On an H200, 16 rows of groups of 4 to 16 heads take 0.44 to 0.63 of the
+# forward's time in batches, and 32 rows take 1.05 to 1.15 of it.
 MOST_ROWS = 16
 MOST_LINES = 64
 MOST_LINES_ALONE = 32
-# What no other kernel of ``native`` has: prefill, too, runs on decode.
+# Features that no other kernel of ``native`` has. With them, prefill also runs on decode.
 ALONE = frozenset({"latent", "wide"})
 
 
@@ -54,7 +54,7 @@ def are_few_lines(problem: Problem) -> bool:
         return lines(problem) <= MOST_LINES_ALONE
     if lines(problem) <= MOST_LINES:
         return True
-    # Of float8 queries, too, the forward is not bound by making 16 bits of keys.
+    # The conversion of keys to 16 bits does not limit the forward of float8 queries either.
     float8 = "fp8" in problem.features and not problem.dtype_k
     return problem.seqlen_q <= (1 if float8 else MOST_ROWS)
 
@@ -109,7 +109,8 @@ def keys_seen(call: Call) -> int:
     if call.window_left >= 0 and call.window_right >= 0:
         seen = min(seen, call.window_left + call.window_right + rows)
     if call.attention_chunk:
-        # One chunk more than the rows but for one fill, where they begin at the end of one.
+        # At most one chunk more than all rows but one fill: the first row may be the last of its
+        # chunk.
         chunks = 1 + -(-max(rows - 1, 0) // call.attention_chunk)
         seen = min(seen, chunks * call.attention_chunk)
     return seen
@@ -129,9 +130,9 @@ def readable(call: Call) -> Call:
     unit = 16 // call.k.element_size()
     if is_aligned(call) and not any(x.shape[-1] % unit for x in (call.k, call.v)):
         return call
-    # A plan is for aligned tensors; only those of an empty call are not.
+    # A plan is for aligned tensors. Only the tensors of an empty call may be misaligned.
     call = calls.with_readable(call)
-    # Float8 keys came to a multiple of 16 elements, queries to one of 8.
+    # Float8 keys were padded to a multiple of 16 elements, and queries to a multiple of 8.
     more = call.k.shape[-1] - call.q.shape[-1]
     return call._replace(q=calls.padded(call.q, more)) if more else call
 
@@ -164,7 +165,7 @@ def _plan(
     }
     if latent:
         constants["LATENT"] = 1
-    # V lies in K's place.
+    # With latent attention, V is a part of K.
     shared = tiles.shared_bytes(pair, float8, latent)
     if shared:
         constants["SHARED_BYTES"] = shared

@@ -62,7 +62,7 @@ def _bind_lone_rows(
             run = _bind(launch, plan, grouped, None, with_lse)
         out, *rest = run(*tensors_of(grouped))
         out = out.transpose(1, 2).reshape(given.out_shape())
-        lse = rest[: int(with_lse or launch.NEEDS_LSE)]  # and behind it what the call works in
+        lse = rest[: int(with_lse or launch.NEEDS_LSE)]  # buffers of the call follow it
         return [out, *(x.reshape(given.lse_shape()) for x in lse)]
 
     return run_grouped
@@ -84,14 +84,14 @@ def _bind(launch: Launcher, plan: Plan, call: Call, append: Append | None, with_
         if block.by_length and call.cu_seqlens_q is not None:
             launched = blocks_of_head(call, block) * call.q.shape[-2]
         if block.chunk and call.max_seqlen_k > block.chunk:
-            # Whoever merges chunks, the bits are the same.
+            # The bits do not depend on which kernel merges the chunks.
             places = launch.device_at(call.q.device).units * block.per_unit
             lines = call.max_seqlen_q * (call.q.shape[-2] // call.k.shape[-2])
             if splits.are_apart(blocks, places, lines):
                 chunks = -(-call.max_seqlen_k // block.chunk)
                 return attend.Grid(blocks, block.threads, chunks, True)
             return attend.Grid(blocks, block.threads, 1, True, min(blocks, places) * block.kept)
-        # No more parts than there are tiles.
+        # There are at most as many splits as tiles.
         num_splits = min(call.num_splits, max(1, -(-call.max_seqlen_k // block.keys)))
         if not num_splits:
             places = launch.device_at(call.q.device).units * block.per_unit

@@ -56,7 +56,7 @@ def _add(
         if getattr(call, f"{name}_{side}") is not None:
             pointers[f"{name}_q"] = f"{name}_{side}"
     if call.cu_seqlens_k is not None and call.cu_seqlens_k is call.cu_seqlens_q:
-        pointers["cu_seqlens_q"] = "cu_seqlens_q"  # one tensor, which comes once
+        pointers["cu_seqlens_q"] = "cu_seqlens_q"  # the two are one tensor, which is listed once
     values = {**values, "batch": call.batch, "seqlen_q": rows}
     blocks = -(-rows * entries // ROWS)
     program.add(launch.plan("gaps"), blocks, THREADS, Params(values, pointers))

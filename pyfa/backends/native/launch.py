@@ -29,8 +29,8 @@ class Launcher(Protocol):
         """Return the launch of ``program`` with ``tensors`` on the current stream."""
 
     def begin(self, wanted: Sequence[Plan], arch: str) -> None:
-        """Begin to compile ``wanted`` in threads, where there is no code for them yet: the longest
-        first, of those that are needed next."""
+        """Begin to compile, in threads, those of ``wanted`` that have no code yet. They are in
+        order: those that are needed first, and of these the longest compilation first."""
 
     @property
     def empty(self) -> Empty:

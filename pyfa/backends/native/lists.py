@@ -89,14 +89,14 @@ class Lists:
         if plan not in self.tiles:
             return params
         if self._make is not None and blocks.is_exact(blocks.mask_of(call)):
-            # Now: while a graph is captured no code can be loaded, and kept lists may hide that
-            # the kernel is needed until then.
+            # Prepare the kernel now. No code can be loaded while a graph is captured, and until
+            # then cached lists may hide that the kernel is needed.
             self._make.prepare(call, self.tiles[plan])
         number = list(self.tiles).index(plan)
         first = len(call.captured)
         values = dict(params.values)
         for slot, x in enumerate(self._lists(call, self.tiles[plan])):
-            # One list for all sequences or heads has no stride between them.
+            # If all sequences or heads share one list, the stride between them is 0.
             shared = (x.stride(dim) if x.shape[dim] > 1 else 0 for dim in range(2))
             values |= abi.captured_values(first + slot, x.shape, (*shared, *x.stride()[2:]))
         pointers = {

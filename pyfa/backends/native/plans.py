@@ -103,7 +103,7 @@ def is_common(plan: Plan, head_dims: Collection[int] = COMMON_HEAD_DIMS) -> bool
 def is_for(plan: Plan, head_dims: Collection[int]) -> bool:
     """Return whether a problem of one of these head dims can need it."""
     dim = dict(plan.constants).get("HEAD_DIM")
-    # 0 or none where a kernel has no use for heads: it is for any.
+    # A kernel without a head_dim, or with 0, is for any head_dim.
     return not dim or dim in head_dims
 
 

@@ -79,8 +79,8 @@ class Buffers(NamedTuple):
 
 
 class BackwardGrid(NamedTuple):
-    """What tiles may follow from: the shape, rounded as ``Problem.bucketed`` rounds it, and the
-    device."""
+    """The properties by which the tiles of a backward are chosen: the shape, rounded as
+    ``Problem.bucketed`` rounds it, and the device."""
 
     shape: Shape
     device: Device

@@ -95,7 +95,8 @@ def backward(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tenso
     else:
         # Rows of dO may lie anywhere, and the kernel reads 16 bytes at a time.
         dout = dout.clone(memory_format=torch.contiguous_format)
-        # No offsets, for nothing is packed; the dropout's state is not read at p = 0.
+        # There are no offsets, because nothing is packed. The state of dropout is not read at p =
+        # 0.
         state = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _GPU_BACKWARD(
             dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, state, state,

@@ -387,7 +387,8 @@ def backward(saved: Saved, bias_grad: bool) -> Gradients:
             for slot, derivative in of_loads:
                 _add_captured(sums[slot], slot, derivative, given, call.captured, p, ds)
             if slope is not None:
-                # Where P is 0 a slope need not be finite: that of a score_mod whose -inf hides.
+                # Where P is 0, the slope may be infinite or NaN, for example if a score_mod masks
+                # with -inf.
                 ds = torch.where(p == 0.0, 0.0, ds * slope)
             ds = grid.grouped(ds) * call.scale
             dq_rows += ds @ k

@@ -35,10 +35,10 @@ class TritonBackend:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        # By the plan's identity: hashing its constants costs more than a launch. The plan is kept,
-        # so that its identity is not given to another.
+        # The key is the plan's identity, because hashing its constants costs more than a launch.
+        # The plan is kept, so that no other plan gets the same identity.
         self._runners: dict[int, tuple[Plan, Runner]] = {}
-        # Problems with equal plans share one, and so its kernels.
+        # Problems with equal plans share one plan object, and therefore its kernels.
         self._plans: dict[Plan, Plan] = {}
 
     def why_unavailable(self) -> str | None:

@@ -2,8 +2,8 @@
 once by query block). It gives the same bits on every run, and costs two more matrix products per
 tile than a single kernel.
 
-``delta`` = rowsum(dO∘O) − dLSE is subtracted from every dP of a row. Of heads above 512 the
-elements behind ``BLOCK_D`` have products of their own (``_rest``), as in ``forward``.
+``delta`` = rowsum(dO∘O) − dLSE is subtracted from every dP of a row. Above head_dim 512, the
+elements beyond ``BLOCK_D`` have separate products (``_rest``), as in ``forward``.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 

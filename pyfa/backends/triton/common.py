@@ -158,7 +158,8 @@ def keys_of_rows(first_row, last_row, shift, keys, left, right, k_start, WINDOW_
                 last_row + shift + k_start, k_start, CHUNK,
             )  # fmt: skip
     if ORDERED:
-        # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
+        # Which tiles are unmasked at a left edge depends on the other rows of the block. So no tile
+        # counts as unmasked, and all are visited in order.
         cut = left < FAR
         if CHUNK is not None:
             cut = cut | (CHUNK > 0)

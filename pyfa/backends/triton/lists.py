@@ -83,6 +83,7 @@ def visits(
 
 @triton.jit
 def masked_entry(i, first, last, before, behind, asked):
-    """Return the place in its list of the ``i``-th entry that needs a mask (``visits``)."""
+    """Return the index, in a block's list, of the ``i``-th entry whose tile needs a mask.
+    ``visits`` returns the other arguments."""
     place = tl.where(i < before + behind, last + i - before, asked + i - before - behind)
     return tl.where(i < before, first - before + i, place)

@@ -89,27 +89,30 @@ _ADA = {
         Tiles(32, 32, 8, 1), Tiles(16, 16, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1)
     ),
 }
-# Not measured: no such GPU was at hand. Chosen by what the compiler reports for gfx942: at most 256
-# registers a lane, which leaves room for two waves on each SIMD, and no spills in forward.
-# 16×16 matrix instructions keep fewer results in flight than 32×32.
+# Not measured, because no such GPU was available. Chosen by the compiler's reports for gfx942: at
+# most 256 registers per lane, which leaves room for two waves on each SIMD, and no spills in the
+# forward. 16×16 matrix instructions keep fewer results in flight than 32×32.
 _CDNA = {
-    # Forward 243 registers with the next tile's loads in flight.
+    # The forward has 243 registers, with the loads of the next tile in flight.
     64: Kernels(Tiles(128, 64, 4, 2, matrix=16, waves=2), Tiles(32, 64, 4, 1, matrix=16),
                 Tiles(64, 32, 4, 1, matrix=16)),
-    # Forward 249 and two blocks in the LDS; 64 keys are 270, or 256 and 260 bytes of spills.
-    # dK and dV 246; 64 keys on four waves 260.
+    # The forward has 249 registers, and two blocks fit in the LDS; with 64 keys it has 270
+    # registers, or 256 and spills 260 bytes. dK and dV have 246 registers; with 64 keys on four
+    # waves 260.
     128: Kernels(Tiles(128, 32, 4, 2, matrix=16, waves=2), Tiles(32, 128, 8, 1, matrix=16),
                  Tiles(64, 32, 4, 1, matrix=16)),
-    # One wave a SIMD: forward 327, dK and dV 374; 32 rows are 512 and 44 bytes of spills.
+    # One wave per SIMD: the forward has 327 registers, dK and dV have 374; with 32 rows they have
+    # 512 and spill 44 bytes.
     256: Kernels(Tiles(64, 32, 4, 1, matrix=16), Tiles(16, 64, 4, 1, matrix=16),
                  Tiles(32, 32, 4, 1, matrix=16)),
-    # Forward 417, dK 490, dV 345, dQ 358, in all of the LDS; 576 elements of dK spill 396 bytes.
+    # Registers: forward 417, dK 490, dV 345, dQ 358. Each uses the whole LDS; dK of 576 elements
+    # spills 396 bytes.
     512: Kernels(Tiles(64, 32, 4, 1, matrix=16), Tiles(16, 64, 4, 1, matrix=16),
                  Tiles(32, 16, 4, 1, matrix=16), Tiles(16, 64, 4, 1, matrix=16)),
 }  # fmt: skip
-# Not measured either. A wave of 32 lanes has 256 registers a lane; with heads of 128 and more the
-# accumulators do not fit (gfx1100, bytes of spills: forward 36, on four waves 400; dK and dV 516,
-# of 1,540; dQ 472, of 1,212), which is what is left to gain there.
+# Not measured either. With waves of 32 lanes, a lane has 256 registers. From head_dim 128 on, the
+# accumulators do not fit. The tiles spill these bytes on gfx1100: forward 36 (400 on four waves);
+# dK and dV 516 instead of 1,540; dQ 472 instead of 1,212. Fewer spills would be faster.
 _RDNA = {
     64: Kernels(Tiles(64, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(64, 16, 4, 1)),
     128: Kernels(Tiles(64, 32, 8, 1), Tiles(16, 32, 8, 1), Tiles(32, 16, 8, 1)),
@@ -125,7 +128,7 @@ _FLOAT32 = {
     256: Kernels(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
     512: Kernels(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }
-# The interpreter: two tiles and more in every loop at lengths that take milliseconds.
+# For the interpreter: every loop has two or more tiles, at lengths that take milliseconds.
 _INTERPRETED = Kernels(Tiles(64, 32, 1, 1), Tiles(32, 64, 1, 1), Tiles(64, 32, 1, 1))
 
 _FAMILIES = {
@@ -148,20 +151,22 @@ _OPTIONS = frozenset(
      "paged", "leftpad", "batch_idx", "fp8", "tree"}
 )  # fmt: skip
 
-# The archs whose matrix units, and so Triton's, take a float8 format; the interpreter takes all.
+# The archs whose matrix units, and therefore Triton, support a float8 format. The interpreter
+# supports all.
 FLOAT8 = {
     "float8_e4m3fn": ("cpu", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120", "gfx950"),
     "float8_e4m3fnuz": ("cpu", "gfx942"),
 }
 
-# Archs of Hopper and after, whose tables say where the copy engine is used.
+# Hopper and later archs, whose tables say where the copy engine is used.
 _COPY_ENGINE = ("sm_90", "sm_90a", "sm_100")
 # Archs whose shared memory holds three tiles of 128 keys.
 _LARGE_SHARED = ("sm_80", "sm_90", "sm_90a", "sm_100")
 
-# The widest tile. Heads are at most 576: what is left is a tile of its own, with its own product.
+# The widest tile. The head_dim is at most 576; the elements beyond this width are a separate tile
+# with its own product.
 _WIDEST = 512
-# Rows of all heads of a group in one block, up to this many: decode, speculative decode.
+# The most rows of all heads of a group in one block: decode, speculative decode.
 _PACKED_ROWS = 64
 
 

@@ -222,7 +222,8 @@ def quantize_rows(
             stride_s, stride_h, rows, heads, head_dim, blocks, parts, shared, programs, GROUP,
             BLOCK, TILE, BLOCK_D, SIZE, UNIT, MEASURE, ROUND, LARGEST, LEAST, LEAST_SCALE,
         )  # fmt: skip
-        # Where that ended: who has turned one part less rounds one more of these.
+        # Continue where the loop above ended: a program that rotated one part less rounds one part
+        # more.
         begin += tl.cdiv(tl.maximum(turned * parts - begin, 0), programs) * programs
     _parts(
         begin, tensors * parts, X0, X1, X2, Y0, Y1, Y2, SCALES, MOST, None, None, stride_b,
@@ -257,8 +258,8 @@ def launch_shape(dim: int, lines: int, turned: bool, width: int, arch: str) -> S
         tile = lines if lines * wide <= _HELD else min(lines // 2, 4 * _HELD // width // wide)
         tile = max(16, tile)
         return Shape(tile, wide, min(8, max(4, tile * wide // 2048)), 1, 0)
-    # Where the matrix units read what they multiply from registers, those hold half as many sums,
-    # and a quarter where float32 is three products.
+    # If the matrix units read their operands from registers, the registers hold half as many sums,
+    # and a quarter if a float32 product is three products.
     held = 2 * _HELD
     if arch != "sm_90a" or width > 2:
         held //= width

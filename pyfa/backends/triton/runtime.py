@@ -251,8 +251,8 @@ class Runner:
         )
 
     def moods(self, call: Call) -> tuple[bool, bool]:
-        """Return what ``variant`` depends on besides shapes and strides: whether TF32 is allowed,
-        and whether the bias is 16-byte aligned."""
+        """Return the two conditions that ``variant`` depends on and that may differ between calls
+        of one binding: whether TF32 is allowed, and whether the bias is 16-byte aligned."""
         aligned = call.bias is None or call.bias.data_ptr() % 16 == 0
         return self.tf32 and _tf32_allowed(), aligned
 

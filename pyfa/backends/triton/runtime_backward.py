@@ -74,7 +74,7 @@ def _readable(x: torch.Tensor, divisor: int) -> torch.Tensor:
     """Return ``x`` with contiguous rows and the alignment that the kernels were compiled for."""
     *strides, last = x.stride()
     if last != 1 or x.data_ptr() % 16 or any(stride % divisor for stride in strides):
-        # Not contiguous(), which leaves a misaligned base where it is.
+        # ``contiguous()`` would keep a misaligned base address.
         return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
     return x
 

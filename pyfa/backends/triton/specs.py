@@ -63,10 +63,11 @@ _INPUTS = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
 # None.
 _CAPTURED = ("MOD_INFO", *(f"C{slot}" for slot in range(mods.MOST_CAPTURED)))
 _FLOATS = ("scale", "softcap", "keep_scale")
-# Of kernels that visit by block lists: the lists, strides between them and their length. Compiled
-# in as None elsewhere.
+# Arguments of kernels that visit by block lists: the lists, the strides between them, and their
+# length. In other kernels they are compiled in as None.
 _LISTS = ("LIST_COUNTS", "LIST_ENTRIES", "LIST_B", "LIST_H", "LIST_MOST")
-# Of float8: pointers, strides and rows per scale. Compiled in as None where there are none.
+# Arguments for float8 scales: pointers, strides and rows per scale. Without scales they are
+# compiled in as None.
 _K_SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_B", "K_SCALE_H", "K_SCALE_ROWS")
 # For plans with chunks or windows with a negative bound; otherwise compiled in as None.
 _BANDS = ("WINDOW_SHIFT", "CHUNK")

@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-GROUP = 16  # keys of a step of decode, the unit in which keys are shared out
+GROUP = 16  # keys of a step of decode; splits of the keys are multiples of it
 Pair = tuple[int, int]  # head_dim and head_dim_v that a kernel is compiled for
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from . import Pair
 
-LINES = 16  # of a matrix product of decode
+LINES = 16  # query rows (of all heads of a group) in a matrix product of decode
 
 
 class Forward(NamedTuple):
@@ -19,9 +19,9 @@ class Forward(NamedTuple):
     mma: int = 32
 
 
-# Products of 16 lines of a wavefront of the kernel of latent attention for many lines: the output
-# takes all 256 accumulation registers, the queries 144 others. With one, LDS is the bound: each
-# wavefront reads every key twice for 16 lines.
+# How many products of 16 lines a wavefront of the latent kernel for many lines computes. The output
+# takes all 256 accumulation registers, and the queries take 144 others. With one product, LDS would
+# be the bottleneck: each wavefront would read every key twice for 16 lines.
 LATENT_TILES = 2
 
 
@@ -72,8 +72,8 @@ class Tiles(NamedTuple):
     one_pass: Mapping[Pair, tuple[int, int]]
 
 
-# LDS holds two tiles of K and two of V: 65,536 B at 128 and 256. At 256 the accumulators alone are
-# 128 registers: one wavefront on a SIMD, with twice as many.
+# LDS holds two tiles of K and two of V: 65,536 B at head_dim 128 and 256. At 256 the accumulators
+# alone take 128 registers, so a SIMD runs one wavefront, which can have twice as many registers.
 FORWARD = {
     (64, 64): Forward(64, 8),
     (96, 96): Forward(64, 8),
@@ -82,27 +82,29 @@ FORWARD = {
     (192, 192): Forward(32, 8),
     (256, 256): Forward(32, 4),
 }
-# Of float8, in half the bytes: 65,536 B at 256.
+# Float8 elements take half the bytes: 65,536 B of LDS at head_dim 256.
 _FLOAT8 = {pair: tiles._replace(block_k=64) for pair, tiles in FORWARD.items()}
-# Backward's owners: a column of 32, one or two wavefronts on a SIMD, and the same in slots.
+# The two-pass backward: a wavefront owns 32 keys or rows, and a SIMD runs one wavefront or two
+# (``_TWICE``), without and with slots.
 _1, _1_TWICE = Owner(1, 1), Owner(1, 2)
 _SLOTS, _SLOTS_TWICE = Owner(1, 1, 1), Owner(1, 2, 1)
 
 TILES = Tiles(
     forward=FORWARD,
-    # Where the generator's registers do not fit beside two wavefronts on a SIMD (58 spilled).
+    # At head_dim 192, the registers of the random number generator do not fit if two wavefronts
+    # share a SIMD (58 registers spilled).
     forward_dropout=FORWARD | {(192, 192): Forward(32, 4)},
     forward_float8=_FLOAT8,
-    # The registers for one scale per key do not fit with scores of 64 keys at 192 (36 vector
-    # registers spilled, or 1 scalar).
+    # At head_dim 192, the registers for one scale per key do not fit together with the scores of 64
+    # keys (36 vector registers or 1 scalar register spilled).
     forward_float8_general=_FLOAT8 | {(192, 128): Forward(32, 8), (192, 192): Forward(32, 8)},
-    # Nor at 128 beside the offsets of pages (17). At 256, 32 loads with pages are a loop that the
-    # compiler does not unroll.
+    # With pages they do not fit at 128 either, because page offsets need registers, too (17
+    # spilled). At 256, the compiler does not unroll the loop of the 32 loads with pages.
     forward_float8_paged=_FLOAT8 | {(128, 128): Forward(32, 8), (256, 256): Forward(32, 4)},
     paged_pairs=((64, 64), (128, 128), (256, 256)),
-    # The stages are what 256 registers hold, or 512 where 256 would leave less than 32 KB on their
-    # way to a compute unit's one workgroup: at 5.3 TB/s and a latency of 1 to 2 µs an MI300X has 17
-    # to 35 KB on their way to each.
+    # As many stages as fit in 256 registers per lane. If less than 32 KB would then be in flight to
+    # the one workgroup of a compute unit, as many as fit in 512 registers. At 5.3 TB/s and a
+    # latency of 1 to 2 µs, an MI300X has 17 to 35 KB in flight to each compute unit.
     decode={
         (64, 64): (Decode(1, 4, 2), Decode(2, 4, 2), Decode(4, 4, 1)),
         (96, 96): (Decode(1, 4, 2), Decode(2, 3, 2), Decode(4, 3, 1)),
@@ -113,8 +115,8 @@ TILES = Tiles(
         (512, 512): (Decode(1, 1, 1),),
         (576, 512): (Decode(1, 1, 1),),
     },
-    # Float8 keys and values take half the bytes and registers: with twice the stages at 64 there
-    # are 48 KB and more on their way to each workgroup.
+    # Float8 keys and values take half the bytes and registers. With twice the stages at head_dim
+    # 64, 48 KB and more are in flight to each workgroup.
     decode_float8={
         (64, 64): (Decode(1, 8, 2), Decode(2, 8, 2), Decode(4, 8, 1)),
         (96, 96): (Decode(1, 4, 2), Decode(2, 4, 2), Decode(4, 4, 1)),
@@ -123,15 +125,17 @@ TILES = Tiles(
         (192, 192): (Decode(1, 4, 2), Decode(2, 4, 1)),
         (256, 256): (Decode(1, 4, 1), Decode(2, 4, 1)),
     },
-    # Of 16 lines the accumulators are 128 registers, the queries 72, a group of keys 72 (36 of
-    # float8). A second product of 16 lines spilled 170.
+    # For 16 lines, the accumulators take 128 registers, the queries 72, and a group of keys 72 (36
+    # in float8). With a second product of 16 lines, 170 registers spilled.
     latent={(576, 512): (Decode(1, 2, 1),)},
     latent_float8={(576, 512): (Decode(1, 4, 1),)},
-    # Of plain scores owning keys and rows, then of general ones. Two wavefronts on a SIMD hide each
-    # other's vector instructions, where that does not spill. Slots (kernels/hip/bwd_slots.h) keep
-    # the matrix unit busy where the vector unit has less to do than it; with score terms it has
-    # more, and fragments read ahead spilled. Owning 256 elements of keys and values there are no
-    # registers to read ahead: 0.25 to 0.29 of the matrix unit, without slots 0.31 to 0.35.
+    # The pass that owns keys and the pass that owns rows: for plain scores, then for general
+    # scores. Two wavefronts on a SIMD hide each other's vector instructions; there is only one
+    # where two would spill. Slots (kernels/hip/bwd_slots.h) keep the matrix unit busy if the vector
+    # unit has less to do than the matrix unit. With score terms it has more to do, and fragments
+    # that are read ahead spilled. At head_dim 256, the pass that owns keys has no registers to read
+    # ahead: the matrix unit is busy for 0.25 to 0.29 of the time with slots, and for 0.31 to 0.35
+    # without.
     two_passes={
         (64, 64): (_SLOTS_TWICE, _SLOTS_TWICE, _1, _1_TWICE),
         (96, 96): (_SLOTS, _SLOTS_TWICE, _1, _1_TWICE),
@@ -140,10 +144,11 @@ TILES = Tiles(
         (192, 192): (_SLOTS, _SLOTS, _1, _1),
         (256, 256): (_1, _SLOTS, _1, _1),
     },
-    # One pass: 16s of keys that a wavefront owns, of plain scores and of general ones. They are in
-    # registers with their gradients, and once more for dQ: 168 registers for 16 of a head_dim of
-    # 192. As many as leave room for what a step needs. By the timing model one pass takes 0.25 to
-    # 0.55 of the clocks of two (docs/kernels/hip_backward.md).
+    # The one-pass backward: how many times 16 keys a wavefront owns, for plain and for general
+    # scores. The keys are in registers with their gradients, and once more for dQ: 16 keys of
+    # head_dim 192 take 168 registers. A wavefront owns as many keys as leave enough registers for a
+    # step. In the timing model, one pass takes 0.25 to 0.55 of the clocks of two passes
+    # (docs/kernels/hip_backward.md).
     one_pass={
         (64, 64): (4, 4),
         (96, 96): (4, 3),

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from . import GROUP, Pair
 
-STAGES = 2  # of forward: places for a tile of K and V
-LINES = 8  # of a matrix product of decode: a line is a query row of one head
+STAGES = 2  # of the forward: buffers for a tile of K and one of V
+LINES = 8  # in a matrix product of decode; a line is a query row of one head
 
 
 class Forward(NamedTuple):
@@ -122,13 +122,14 @@ class Tiles(NamedTuple):
 
 
 def sizes(*rows: tuple[int, int, int, int]) -> tuple[Decode, ...]:
-    """Return decode's tiles for 8, 16, 32 and, if head dims leave enough registers, 64 lines."""
+    """Return decode's tiles for blocks of 8, 16, 32 and, if head dims leave enough registers, 64
+    lines (grouped rows)."""
     return tuple(Decode(*row) for row in rows)
 
 
-# A warp of 32 rows reads K and V from shared memory half as often as two of 16 do: at a head_dim of
-# 128 1.22 times as fast (docs/kernels/cuda_sm80_forward.md). The tiles here are the first that
-# spill nothing and fit; none was timed on an A100.
+# A warp with 32 rows reads K and V from shared memory half as often as two warps with 16 rows each.
+# At head_dim 128 this is 1.22 times as fast (docs/kernels/cuda_sm80_forward.md). These tiles are
+# the first ones that fit and do not spill; none was timed on an A100.
 _64 = Forward(32, 4, 64, True, 2)
 _192 = Forward(16, 8, 64, False, 1)
 _256 = Forward(16, 8, 32, False, 1)
@@ -150,8 +151,8 @@ TILES = Tiles(
         (64, 64): Forward(16, 4, 64, True, 2),
         (128, 128): Forward(16, 4, 64, True, 2),
     },
-    # Heads of 128 are measured (on an H200); the others have about as many bytes on their way, of
-    # what registers and shared memory hold.
+    # The row of head_dim 128 was measured (on an H200). The others keep about as many bytes in
+    # flight, as far as registers and shared memory allow.
     decode={
         (64, 64): sizes((1, 1, 8, 3), (2, 1, 8, 3), (4, 1, 8, 3), (4, 2, 8, 6)),
         (96, 96): sizes((1, 1, 8, 2), (2, 1, 8, 2), (4, 1, 8, 2), (4, 2, 8, 5)),
@@ -161,18 +162,19 @@ TILES = Tiles(
         (256, 256): sizes((1, 1, 4, 2), (2, 1, 4, 2), (2, 2, 8, 2), (2, 4, 8, 4)),
         (576, 512): sizes((1, 1, 2, 2), (1, 2, 4, 2), (1, 4, 8, 2)),
     },
-    # As many bytes on their way, which are twice the keys. Heads of 96 and 192 run in the next
-    # tiles, whose copies leave out what is not there. At 128, 4 products a warp would spill.
+    # As many bytes in flight as above, which are twice as many keys. Head dims 96 and 192 use the
+    # tiles of the next larger head_dim, whose copies skip missing elements. At 128, 4 products per
+    # warp would spill.
     decode_float8={
         (64, 64): sizes((1, 1, 8, 6), (2, 1, 8, 6), (4, 1, 8, 6), (4, 2, 8, 12)),
         (128, 128): sizes((1, 1, 8, 4), (2, 1, 8, 4), (2, 2, 8, 8), (2, 4, 8, 16)),
         (256, 256): sizes((1, 1, 8, 3), (2, 1, 6, 4), (2, 2, 8, 4), (2, 4, 8, 8)),
     },
-    # A warp's 8 lines take 128 registers of sums and 72 of queries: more lines are more warps of a
-    # team, of which four share the 16 rows of a stage.
+    # The 8 lines of a warp take 128 registers for sums and 72 for queries. More lines therefore
+    # need more warps per team, of which four share the 16 rows of a stage.
     latent={(576, 512): sizes((1, 1, 4, 2), (1, 2, 8, 2), (1, 4, 8, 4))},
     latent_float8={(576, 512): sizes((1, 1, 4, 4), (1, 2, 8, 4), (1, 4, 8, 8))},
-    # The first that spill nothing and fit. What is wide (192 and more) has two warps for the same
+    # The first tiles that fit and do not spill. At head_dim 192 and more, two warps have the same
     # keys, each with half of the rows.
     backward={
         (64, 64): (Backward(128, 128, 4, 1, 64, 4, buffers=1), Backward(64, 128, 4, 1, 32)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from .sm80 import ONE_OF_128, Backward, Forward, Tiles, sizes
 from .sm80 import TILES as OF_SM80
 
-# Those of sm_80 that fit, smaller ones elsewhere: the first that spill nothing. None was timed.
+# The tiles of sm_80 if they fit, otherwise the first smaller ones that do not spill. None was
+# timed.
 _192 = Forward(16, 8, 32, False, 1)
 _256 = Forward(16, 4, 32, False, 1)
 _GENERAL_96 = Forward(32, 4, 32, False, 2)
@@ -40,7 +41,7 @@ TILES = Tiles(
         (128, 128): sizes((1, 1, 4, 4), (2, 1, 4, 4), (2, 2, 8, 4), (2, 4, 8, 8)),
         (256, 256): sizes((1, 1, 4, 2), (2, 1, 4, 2), (2, 2, 4, 4), (2, 4, 4, 8)),
     },
-    # Of 32 lines without float8 one team is all that fits, and spills 16 bytes.
+    # With 32 lines and without float8, only one team fits, and it spills 16 bytes.
     latent={(576, 512): sizes((1, 1, 2, 2), (1, 2, 4, 2))},
     latent_float8={(576, 512): sizes((1, 1, 2, 4), (1, 2, 4, 4), (1, 4, 4, 8))},
     backward={

@@ -1,5 +1,5 @@
-"""H100 and H200: tiles of Hopper's kernels, and of Ampere's for calls that need them (227
-KB)."""
+"""H100 and H200 (227 KiB of shared memory per block): tiles of Hopper's kernels, and of Ampere's
+kernels for the calls that Hopper's do not support."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .sm80 import ONE_OF_128, Backward, Forward, sizes
 from .sm80 import TILES as OF_SM80
 
 ROWS = 64  # query rows of a warpgroup of the forward
-STAGES = 2  # of forward: places for a tile of K, and for one of V; of backward: for Q and dO
-# With batch_invariant rows of more keys than this are merged of chunks, but for those with score
-# terms, which spill.
+STAGES = 2  # buffers: in the forward for K and for V, in the backward for Q and for dO
+# With batch_invariant, rows with more keys than this are computed in chunks, which are then merged.
+# Calls with score terms have no chunks, because they would spill.
 CHUNK_KEYS = 2048
-TOLD = 2  # work tiles that the copying warp may be ahead by
-_GROUP_KEYS = 64  # of a warpgroup of backward
-_PANEL_BYTES = 128  # of a row: what TMA and the matrix instruction swizzle
+TOLD = 2  # how many work tiles the copying warp may be ahead
+_GROUP_KEYS = 64  # keys of a warpgroup of the backward
+_PANEL_BYTES = 128  # bytes of a row that TMA and the matrix instruction swizzle together
 
 
 class Own(NamedTuple):
@@ -64,9 +64,10 @@ class Own(NamedTuple):
         return tiles + floats + self.groups * (panels + self.groups + 2) * 8
 
 
-# Where every row sees all keys; with a causal mask or a window; with score terms. On an H200 those
-# of 64 and 128 are the fastest of the ones in docs/kernels/cuda_sm90_forward.md. Of 256 no other
-# was tried; those of 96 and 192 are of FlashAttention-3's size, as far as nothing is spilled.
+# Three tiles each: if every row sees all keys; with a causal mask or a window; with score terms. At
+# head_dim 64 and 128, these are the fastest on an H200 of those in
+# docs/kernels/cuda_sm90_forward.md. At 256, no others were tried. At 96 and 192, they have the
+# sizes of FlashAttention-3's tiles where these do not spill.
 _WIDE = Own(2, 32, halves=2)
 FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
     (64, 64): (Own(3, 128), Own(3, 128), Own(2, 128)),
@@ -89,10 +90,10 @@ class Pace(NamedTuple):
     key: float
 
 
-# Tiles for a grid that is known, plain or causal, the general ones (``FORWARD``) among them. Fitted
-# on an H100 to 29 shapes of head_dim 64 and 11 of each other (docs/kernels/cuda_sm90_forward.md).
-# Fewer warpgroups leave fewer rows empty and fill a small device; tiles of 80, 96 and 112 keys fit
-# 50 or 77, 257 and 197 tokens.
+# Tiles of plain or causal calls whose grid is known, including the general tiles (``FORWARD``).
+# Fitted on an H100 to 29 shapes of head_dim 64 and 11 of each other head_dim
+# (docs/kernels/cuda_sm90_forward.md). Tiles with fewer warpgroups leave fewer rows empty and fill a
+# device with small grids. Tiles of 80, 96 and 112 keys fit lengths of 50 or 77, 257 and 197 tokens.
 FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
     (64, 64): (
         Pace(FORWARD[64, 64][0], 2.25, 0.0110),
@@ -123,33 +124,35 @@ FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
     ),
 }
 LAUNCH_US = 2.5
-# With a window of at most so many keys, fewer rows a block from one to the next: the masked tiles
-# of three warpgroups take longest. On an H100, windows of 128 to 512 keys were 1.05 to 1.19 times
-# as fast, of 768 and 1,024 1.00 to 1.05; with 1,536 and more the general tiles are fastest.
+# Tiles of calls with a window of at most the given number of keys. Narrower windows have fewer rows
+# per block, because masked tiles cost most with three warpgroups. On an H100, these tiles make
+# windows of 128 to 512 keys 1.05 to 1.19 times as fast, and windows of 768 and 1,024 keys 1.00 to
+# 1.05 times. From 1,536 keys on, the general tiles are fastest.
 FORWARD_OF_WINDOW: dict[Pair, tuple[tuple[int, Own], ...]] = {
     (64, 64): ((640, Own(2, 128)), (1280, Own(1, 128, 3)))
 }
-# With a bias alone, whose tiles have panels of 64 keys.
+# Tiles of calls whose only score term is a bias. Tiles of the bias have panels of 64 keys.
 FORWARD_BIAS: dict[Pair, Own] = {
     pair: Own(3 if pair[0] == 64 else 2, 128 if pair[0] <= 128 else 64)
     for pair in FORWARD
     if pair[0] <= 256
 }
-# The same with batch_invariant, where masks are everybody's. Its ballots spilled 16 to 32 bytes at
-# 192, with 96 keys and with 128.
+# Tiles with batch_invariant, as in ``FORWARD``: calls without a mask use the tiles of calls with
+# one. At head_dim 192, the ballots of such a kernel spilled 16 to 32 bytes with 96 and with 128
+# keys.
 FORWARD_INVARIANT: dict[Pair, tuple[Own, Own, Own]] = {
     pair: (terms,) * 3 if pair[0] == 192 else (masked, masked, terms)
     for pair, (_, masked, terms) in FORWARD.items()
     if masked.halves == 1
 }
-# Plain; with score terms; with scales per block of rows.
+# Three tiles each: for plain scores; with score terms; with scales per block of rows.
 FORWARD_FLOAT8: dict[Pair, tuple[Own, Own, Own]] = {
     (64, 64): (Own(3, 128), Own(2, 128), Own(2, 128)),
     (128, 128): (Own(3, 128), Own(2, 128), Own(2, 128)),
     (256, 256): (Own(2, 128), Own(2, 96), Own(2, 64)),
 }
 # Latent attention: O of 64 packed rows takes the registers of two warpgroups. P of 64 keys
-# takes the place of their last panel.
+# overwrites the last panel of these keys in shared memory.
 LATENT = Own(2, 64)
 
 
@@ -279,10 +282,10 @@ BACKWARD_TERMS: dict[Pair, OwnBackward] = {
 # At 128 no tile has them.
 BACKWARD_FLOAT16_MODS = {(64, 64): OwnBackward(2, 64, float_weights=True)}
 
-# Ampere's kernels: for dropout, pages and bias forward, and for decode. Plain tiles of 64, 128 and
-# 256, forward and backward, are the fastest on an H200 of those in
-# docs/kernels/cuda_sm80_forward.md and docs/kernels/cuda_sm80_backward.md; the others are the first
-# of the same kind that spill nothing and fit.
+# Tiles of Ampere's kernels, which run forwards with dropout, pages or a bias, and decode. The plain
+# tiles of head_dim 64, 128 and 256, forward and backward, are the fastest on an H200 of those in
+# docs/kernels/cuda_sm80_forward.md and docs/kernels/cuda_sm80_backward.md. The others are the first
+# ones of the same kind that fit and do not spill.
 _256 = Forward(16, 8, 64, False, 1)
 _192, _GENERAL_128 = Forward(32, 4, 32, False, 2), OF_SM80.forward[128, 128][1]
 _BACKWARD_192 = (Backward(64, 64, 2, 2, lookahead=4), Backward(64, 64, 2, 2))
