@@ -1,9 +1,9 @@
 """Measure which instructions of the common gfx942 code objects conformance cases execute.
 
-``python benchmarks/coverage.py [--level full] [--ran FILE] [--minutes M] [--jobs N] [--save]`` runs
-the cases of ``--level`` in the emulator: those of the quick level first, then the others in turns
-of the kernels that they launch, so that each kernel gets as many of the first ones. Cases that
-launch none of these code objects are not run. Each case is judged as in conformance.
+``python benchmarks/coverage.py [--level full] [--all] [--ran FILE] [--minutes M] [--jobs N]
+[--save]`` runs the cases of ``--level`` in the emulator: those of the quick level first, then the
+others in turns of the kernels that they launch, so that each kernel gets as many of the first ones.
+Cases that launch none of these code objects are not run. Each case is judged as in conformance.
 
 Reports by kernel how many instructions were executed, and lists the others with the reason why no
 case executes them (``unreached.py``). A reason that what ran has refuted is an error.
@@ -11,7 +11,8 @@ case executes them (``unreached.py``). A reason that what ran has refuted is an 
 ``--ran FILE`` keeps what each case executed; cases that the file has are not run again. SIGTERM and
 the end of ``--minutes`` stop it early: what ran is counted, and the rest as not run. With 0 minutes
 only what FILE has is reported. ``--save`` writes ``results/coverage_gfx942.json``, which holds for
-the code objects of which it has a digest (``code``, by kernel).
+the code objects of which it has a digest (``code``, by kernel). With ``--all`` the file is
+``results/coverage_gfx942_all.json``.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ def chosen(cases: list[Case], plans: list[Plan], quick: set[str]) -> tuple[list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--level", choices=grid.LEVELS, default="quick")
+    parser.add_argument("--all", action="store_true", help="every code object of the wheel")
     parser.add_argument("--ran", type=Path, help="where what ran is kept")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--minutes", type=float, default=60.0)
@@ -136,7 +138,7 @@ def main() -> None:
         for level in dict.fromkeys(("quick", options.level))
     }
     quick, cases = {case.name for case in levels["quick"]}, levels[options.level]
-    plans = catalog.common_plans(TARGET, ARCH)
+    plans = (catalog.all_plans if options.all else catalog.common_plans)(TARGET, ARCH)
     of_level = {case.name for case in cases}
     ran: list[Ran] = []
     if options.ran and options.ran.exists():
@@ -157,8 +159,9 @@ def main() -> None:
         executed.write(options.ran, ran)
     found, refuted = measured(plans, ran, quick, options.level, options.jobs)
     result = {
-        "what": "instructions of the common gfx942 code objects that cases execute, emulated; "
-        "never, too_large: not executed, for a reason in left; share_of_reachable: without never",
+        "what": f"instructions of {'all' if options.all else 'the common'} gfx942 code objects "
+        "that cases execute, emulated; never, too_large: not executed, for a reason in left; "
+        "share_of_reachable: without never",
         "conformance": {
             "cases": len(cases), "ran": sum(one.status != ELSEWHERE for one in ran),
             **collections.Counter(one.status for one in ran),
@@ -176,7 +179,7 @@ def main() -> None:
     if refuted:
         sys.exit("reasons that are refuted, for unreached.py:\n" + "\n".join(refuted))
     if options.save:
-        print(machine.save("coverage_gfx942", result))
+        print(machine.save("coverage_gfx942_all" if options.all else "coverage_gfx942", result))
 
 
 def measured(
