@@ -459,6 +459,15 @@ def test_a_page_that_sequences_share_and_none_beside_it():
         torch.testing.assert_close(row[None], expected)
 
 
+def test_a_block_of_a_larger_problem_with_lengths(qkv):
+    """The lengths say no more than the shapes do, and the block lies beside the diagonal."""
+    call = request.dense(*qkv, request.Shared(causal=True, alibi_slopes=torch.ones(2))).call
+    call = call._replace(q_start=7, k_start=4)
+    found = tiled.forward(call._replace(seqused_k=ints(7)))
+    for x, expected in zip(found, tiled.forward(call), strict=True):
+        torch.testing.assert_close(x, expected)
+
+
 def test_more_heads_than_a_tile_has_scores():
     """So many that not even one key of each fits into a tile of 32 rows."""
     q, k, v = torch.randn(3, 1, 3, 33000, 4).unbind()
