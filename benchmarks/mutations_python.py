@@ -42,7 +42,10 @@ import torch  # before the processes are forked; pyfa is imported in them, and i
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "pyfa" / "backends" / "torch"
 RESULT = ROOT / "benchmarks" / "results" / "mutations_torch.json"
-TESTS = "tests/test_append_reasons.py", "tests/test_torch_reasons.py", "tests/test_edges.py"
+TESTS = (
+    "tests/test_append_reasons.py", "tests/test_torch_reasons.py", "tests/test_torch_on_gpus.py",
+    "tests/test_edges.py", "tests/mods/test_block_lists.py",
+)  # fmt: skip
 _COMPARISONS: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,

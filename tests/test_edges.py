@@ -11,7 +11,7 @@ import torch
 import pyfa
 from pyfa import conformance, dispatch, reference, request
 from pyfa.backends import BACKENDS
-from pyfa.backends.torch import tiled
+from pyfa.backends.torch import sdpa, tiled
 from pyfa.conformance import tolerances
 
 
@@ -398,6 +398,10 @@ def test_a_scale_that_is_no_power_of_two():
         # Caches that are full, without lengths, whose tiles all have one size.
         {"kind": "kvcache", "lengths_k": (48, 48), "page_size": 16, "batch_invariant": True},
         {"kind": "kvcache", "lengths_k": (48, 48), "batch_idx": True, "batch_invariant": True},
+        # A second tile of rows of one size that the bias ends in, behind its first row.
+        {"lengths_q": (40,), "lengths_k": (9,), "bias": "full", "batch_invariant": True},
+        # A bias of one row, whose gradient more than one tile of rows adds to.
+        {"lengths_q": (300, 300), "bias": "keys", "bias_grad": True, "backward": True},
     ],
     ids=str,
 )
@@ -407,16 +411,66 @@ def test_sizes_that_may_be_taken_for_another(fields):
 
 
 @pytest.mark.parametrize("apart", range(3))
-def test_elements_that_are_apart_in_one_tensor_alone(apart):
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2],
+        lambda x: x.mT.contiguous().mT,
+    ],
+    ids=["every second one", "heads side by side"],
+)
+def test_elements_that_are_apart_in_one_tensor_alone(apart, moved):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 40, 2, 16).unbind()
     given = [q, k, v]
-    given[apart] = torch.stack((given[apart],) * 2, -1).flatten(-2)[..., ::2]
+    given[apart] = moved(given[apart])
     assert torch.equal(pyfa.attention(*given, backend="torch"), pyfa.attention(q, k, v))
 
 
+def test_keys_of_as_many_heads_are_not_copied(qkv, monkeypatch):
+    forward, read = sdpa._CPU_FORWARD, []
+
+    def watched(q, k, v, *args, **options):
+        read.append((k.data_ptr(), v.data_ptr()))
+        return forward(q, k, v, *args, **options)
+
+    monkeypatch.setattr(sdpa, "_CPU_FORWARD", watched)
+    pyfa.attention(*qkv, backend="torch")
+    assert read == [(qkv[1].data_ptr(), qkv[2].data_ptr())]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_that_all_are_minus_inf_are_masked(causal):
+    """The forward leaves such a call to the tiled path, and so has the backward to."""
+    q = torch.full((1, 5, 2, 4), 1e30)
+    leaves = [x.clone().requires_grad_() for x in (q, -q, torch.ones_like(q))]
+    out = pyfa.attention(*leaves, causal=causal, backend="torch")
+    assert not out.any()
+    assert not any(x.any() for x in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_a_page_that_sequences_share_and_none_beside_it():
+    torch.manual_seed(0)
+    q, page = torch.randn(2, 1, 2, 8), torch.randn(1, 4, 2, 8)
+    found = pyfa.attention_kvcache(q, page, page, cache_seqlens=ints(3, 1), backend="torch",
+                                   page_table=ints(0, 0)[:, None])  # fmt: skip
+    for row, x, keys in zip(found, q, (3, 1), strict=True):
+        expected = pyfa.attention(x[None], page[:, :keys], page[:, :keys])
+        torch.testing.assert_close(row[None], expected)
+
+
+def test_a_block_of_a_larger_problem_with_lengths(qkv):
+    """The lengths say no more than the shapes do, and the block lies beside the diagonal."""
+    call = request.dense(*qkv, request.Shared(causal=True, alibi_slopes=torch.ones(2))).call
+    call = call._replace(q_start=7, k_start=4)
+    found = tiled.forward(call._replace(seqused_k=ints(7)))
+    for x, expected in zip(found, tiled.forward(call), strict=True):
+        torch.testing.assert_close(x, expected)
+
+
 def test_more_heads_than_a_tile_has_scores():
-    q, k, v = torch.randn(3, 1, 3, 2100, 4).unbind()
-    some = [x[:, :, 2050:2060] for x in (q, k, v)]
-    out = pyfa.attention(q, k, v, softcap=2.0, backend="torch")[:, :, 2050:2060]
+    """So many that not even one key of each fits into a tile of 32 rows."""
+    q, k, v = torch.randn(3, 1, 3, 33000, 4).unbind()
+    some = [x[:, :, 32050:32060] for x in (q, k, v)]
+    out = pyfa.attention(q, k, v, softcap=2.0, backend="torch")[:, :, 32050:32060]
     torch.testing.assert_close(out, pyfa.attention(*some, softcap=2.0, backend="torch"))

@@ -253,7 +253,7 @@ class _Grid:
         """Return 1/(1−p) where kept and 0 where dropped, (B, H, rows, keys); None without
         dropout."""
         call = self.call
-        if not call.dropout_p or call.seed is None:
+        if call.seed is None:
             return None
         kept = philox.keep(
             call.seed,
@@ -340,7 +340,8 @@ def backward(saved: Saved, bias_grad: bool) -> Gradients:
     grid = _Grid(call)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (call.q, call.k, call.v))
     dbias = None
-    if bias_grad and call.bias is not None:
+    if bias_grad:
+        assert call.bias is not None
         dbias = torch.zeros_like(call.bias, dtype=torch.float32)
     dsinks = torch.zeros_like(call.sinks) if call.sinks is not None else None
     of_loads = grid.mods.of_loads if grid.mods is not None else ()
