@@ -65,9 +65,9 @@ def _step(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Process one tile of keys; return the new (acc, total, top). ``top`` is each row's largest
-    score so far, multiplied by log2(e) except for float32 queries. ``scale``, the softmax scale
-    times the scale of q, has one value per row if each block of rows has its own float8 scale
-    (``SCALED`` 2 and 3)."""
+    score so far, multiplied by log2(e) except for float32 queries. ``scale``: the softmax scale
+    times the float8 scale of q, and that of k if ``SCALED`` is 1. If ``SCALED`` is 2 or 3, each
+    block of rows has its own float8 scale, and ``scale`` has one value per row."""
     if TMA:
         k = tl.trans(k_base.load([n0, 0]))
     else:
