@@ -265,8 +265,8 @@ def dies_by_driver(bus_id: str, nodes: Path = NODES) -> int | None:
 
 
 def _place(node: Mapping[str, int]) -> tuple[int, int, int]:
-    """Return domain, bus and device. The last 3 bits, a function, number the partitions of a
-    card."""
+    """Return the PCI domain, bus and device number of ``node``. The lowest 3 bits of its
+    ``location_id``, the PCI function, are ignored: they number the partitions of a card."""
     location = node.get("location_id", 0)
     return node.get("domain", 0), location >> 8 & 0xFF, location >> 3 & 0x1F
 

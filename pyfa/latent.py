@@ -262,7 +262,8 @@ def _of_lists(
     causal: Any,
     scales: tuple[Any, Any, Any] | None,
 ) -> _Asked:
-    """Make each row a separate sequence, over pages of one key: the keys in its list."""
+    """Return the arguments of a call in which each query row is a separate sequence. Its pages hold
+    one key each, and its row of the page table lists the keys of ``indices`` that the row sees."""
     batch, rows = q.shape[:2]
     validate.a_tensor("indices", indices)
     if indices.dim() != 3:

@@ -37,8 +37,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``changes``: the cells that both results have. ``missing``: the cells that only the earlier
-    result has."""
+    """The comparison of two results. ``changes``: the cells that both results have. ``missing``:
+    the cells that only the earlier result has."""
 
     changes: tuple[Change, ...]
     missing: tuple[str, ...]

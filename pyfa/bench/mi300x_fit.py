@@ -57,8 +57,9 @@ Array = npt.NDArray[np.float64]
 
 
 class Point(NamedTuple):
-    """A cell: measured seconds, their relative error (including the model's own), and the model's
-    seconds at both ends, also with each constant changed
+    """A timed problem (``suites.Cell``). ``measured``: the measured seconds. ``error``: the
+    relative error of measurement and model together. ``seconds``: the model's, at the low and the
+    high end of the constants' ranges. ``changed``: the same after a change of one constant
     (``runtime_sensitivity.Reckoned.changed``)."""
 
     name: str
@@ -85,9 +86,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``named``: the constant that best explains the difference, or "" if none does. ``rms``: the
-    distance between measurement and model with no constant changed. ``between``: the position of
-    the device, 0 at ``low`` and 1 at ``high``. ``found``: all constants, the best first."""
+    """The result of ``fit``. ``named``: the constant that best explains the difference, or "" if
+    none does. ``rms``: the distance between measurement and model with no constant changed.
+    ``between``: the position of the device, 0 at ``low`` and 1 at ``high``. ``found``: all
+    constants, the best first."""
 
     named: str
     alike: tuple[str, ...]
@@ -103,7 +105,7 @@ class Verdict:
 
 
 def fit(points: Sequence[Point], known: Mapping[str, Constant]) -> Verdict:
-    """Return the verdict over ``points``, of which at least FEWEST are needed."""
+    """Return the verdict over ``points``. At least FEWEST points are needed."""
     measured = np.log([one.measured for one in points])
     errors = np.array([one.error for one in points])
     ends = np.log([one.seconds for one in points]).T

@@ -67,7 +67,8 @@ def by_package(name: str, cell: Cell, device: torch.device) -> Ready:
 
 
 def out_of(result: Any) -> torch.Tensor:
-    """Return the output from what a function of flash-attention returned: alone, or a tuple."""
+    """Return the output from the result of a flash-attention function: the output alone, or a tuple
+    that begins with it."""
     out: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return out
 

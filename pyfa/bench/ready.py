@@ -14,8 +14,9 @@ Attend = Callable[..., torch.Tensor]
 
 
 class Ready(NamedTuple):
-    """``forward`` returns the output of ``leaves``; ``dout`` is its gradient. The timed code runs
-    inside ``within``. If ``step`` is given, it is timed instead of forward and gradients."""
+    """The functions to time, with their inputs. ``forward`` returns the output of ``leaves``;
+    ``dout`` is the gradient of the output. The timed code runs inside the context ``within``. If
+    ``step`` is given, it is timed instead of forward and gradients."""
 
     forward: Callable[[], torch.Tensor]
     leaves: tuple[torch.Tensor, ...]

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class Picture(NamedTuple):
-    """``svg`` is an element, ``caption`` says what it shows, and ``name`` is unique in the
-    report."""
+    """A picture in a report. ``svg`` is an ``<svg>`` element, ``caption`` says what the picture
+    shows, and ``name`` is unique in the report."""
 
     svg: str
     caption: str
@@ -39,7 +39,7 @@ class Cell(NamedTuple):
 
 
 class Table(NamedTuple):
-    """``text``: cells hold sentences, which wrap."""
+    """A table in a report. ``text``: whether cells hold sentences, which wrap."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -58,9 +58,10 @@ QUESTIONS = {
 
 
 class Section(NamedTuple):
-    """``shows`` says in a sentence or two what the section shows, ``how`` how it was measured, and
-    ``where`` the environment. ``answer`` answers ``question`` in a line. ``means`` has, for
-    each peer, the geometric mean of pyfa's speed over the peer's, in ``suite`` on ``ran_on``."""
+    """A section of a report. ``shows`` says in a sentence or two what the section shows, ``how``
+    how that was measured, and ``where`` the environment. ``answer`` answers ``question`` in a line.
+    ``means`` has, for each peer, the geometric mean of pyfa's speed over the peer's, in ``suite``
+    on ``ran_on``."""
 
     question: str
     order: int

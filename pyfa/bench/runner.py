@@ -27,9 +27,9 @@ OnCell = Callable[[list[dict[str, Any]], dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure. ``rounds``: the number of rounds. In each round all peers take turns, so
-    load and clock rates affect all of them alike. ``seconds``: the duration of the samples per peer
-    and round."""
+    """The length of a measurement. ``rounds``: the number of rounds. In each round all peers take
+    turns, so load and clock rates affect all of them alike. ``seconds``: the duration of the
+    samples per peer and round."""
 
     rounds: int = 3
     seconds: float = 0.03

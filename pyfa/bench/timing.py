@@ -78,8 +78,8 @@ class Clock:
         """Queue work that lasts until the host has launched ``count`` samples of ``host`` seconds.
 
         An event that an idle GPU meets is recorded at once. Its sample would contain the host's
-        time to launch the call, which exceeds that of a short kernel. Twice ``host``, because the
-        host's times vary.
+        time to launch the call, which exceeds that of a short kernel. The work lasts twice as long,
+        because the host's times vary.
         """
         each = max(0.0, 2 * host - (self._flush if cold else 0.0))
         for _ in range(math.ceil((2 * host + count * each) / self._flush)):

@@ -146,7 +146,7 @@ def _wrote(path: Path) -> None:
 
 
 def _line(rows: list[dict[str, Any]]) -> str:
-    """Return one cell's rows as a line."""
+    """Return the results of one case as a line."""
     unit = next((row["unit"] for row in rows if "unit" in row), "")
     values = (f"{row['peer']} {row['value']:.4g}" if "value" in row else f"{row['peer']} –"
               for row in rows)  # fmt: skip
@@ -154,8 +154,8 @@ def _line(rows: list[dict[str, Any]]) -> str:
 
 
 def _print(results: dict[str, Any]) -> None:
-    """Print one table per suite: cells down, libraries across, and the geometric mean of the
-    ratios."""
+    """Print one table per suite: a row for each case, a column for each library, and a last row
+    with the geometric means of the ratios."""
     peers = list(results["peers"])
     for name, why in results["absent"].items():
         print_text(f"without {name}: {why}", "  ")

@@ -151,8 +151,8 @@ def _flux(config: Mapping[str, Any], name: str) -> Model:
 
 
 def _tokens(config: Mapping[str, Any]) -> int:
-    """Return the number of patches and the class token of an image, or of positions of a text
-    encoder."""
+    """Return the number of tokens: an image's patches and class token, or a text encoder's
+    positions."""
     if config.get("image_size") and config.get("patch_size"):
         return (int(config["image_size"]) // int(config["patch_size"])) ** 2 + 1
     return int(config.get("max_position_embeddings") or 0)

@@ -261,7 +261,8 @@ def attend_cache(
     return_softmax_lse: bool,
     **others: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Run ``flash_attn_with_kvcache``; ``others`` are arguments of ``pyfa.attention_kvcache``."""
+    """Compute the result of ``flash_attn_with_kvcache``, also for ``compat.hub``. ``others`` are
+    passed on to ``pyfa.attention_kvcache``."""
     if block_table is not None and cache_seqlens is not None:
         _check_capacity(k_cache, k, cache_seqlens, block_table)
     with torch.no_grad():

@@ -335,8 +335,8 @@ def _attend(
     function: Callable[..., Result],
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any,
 ) -> Result:  # fmt: skip
-    """Call ``function``; raise for float8 tensors that require a gradient, which flash-attention
-    accepts."""
+    """Call ``function``. As in flash-attention, float8 tensors that require a gradient are
+    accepted; the backward of the result raises."""
     if not (torch.is_grad_enabled() and (_is_float8(q) or _is_float8(k) or _is_float8(v))):
         return function(q, k, v, *args, **options)
     given = (q, k, v, *options.get("descale", ()))

@@ -169,7 +169,8 @@ class Rows:
         return self.spread(_dots(self._flat(dout), self._flat(out)))
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
-        """Convert a number per row, in the layout of an LSE, to the layout of ``sums``."""
+        """Convert ``rows``, one number per row in the layout of an LSE, to the layout of the result
+        of ``sums``."""
         if self._offsets is None:
             return _padded(rows)
         rows = self._flat_lse(rows)
@@ -200,8 +201,8 @@ def _padded(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(rows: torch.Tensor, offsets: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return (H, columns) from rows (H, total): row r of sequence b goes to column r + 128·b, 0
-    elsewhere."""
+    """Return (H, columns) from rows (H, total): row r of sequence b goes to column r + 128·b. The
+    other columns are 0."""
     row = torch.arange(rows.shape[1], device=rows.device)
     sequence = torch.searchsorted(offsets[1:].long(), row, right=True)
     sequence = sequence.clamp(max=max(offsets.shape[0] - 2, 0))

@@ -156,8 +156,9 @@ _CAPPED: Mapping[str, Any] = {"softcap": 20.0, "alibi": "heads"}
 
 
 def _decodes(shape: Mapping[str, Any]) -> Iterator[Case]:
-    """Yield decodes of 8, 24 and 56 rows of all heads, which take one, two and four matrix
-    products of 16, with a bias of each size of element."""
+    """Yield decode cases with 8, 24 and 56 grouped rows, which take one, two and four matrix
+    products of 16 rows. Their biases have elements of 1, 2 and 4 bytes. Then yield cases with a
+    window over many keys, and one with packed queries."""
     for rows in (1, 3, 7):
         lengths = (rows, rows), (700, 130)
         heads: dict[str, Any] = {"heads_q": 8, "heads_k": 1, **shape}

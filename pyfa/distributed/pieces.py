@@ -133,7 +133,7 @@ def _pieces(
 
 def _piece(row: Range, key: Range, diagonal: int, mask: Mask) -> Piece | None:
     """Return the call of rows ``row`` on the keys among ``key`` that they see. Row i of the whole
-    is at key i + ``diagonal``."""
+    sequence is at key i + ``diagonal``."""
     box = _box(row, key, diagonal, mask)
     if box is None:
         return None

@@ -140,8 +140,8 @@ def _gradients(
     rows: Rows,
     dq: torch.Tensor,
 ) -> Pair | None:
-    """Return dk and dv of ``keys`` and ``values`` by these blocks, None without blocks; add to
-    ``dq``."""
+    """Return dk and dv of ``keys`` and ``values``, summed over the blocks ``pieces``, or None if
+    there are none. Add the blocks' dq to ``dq``."""
     found: Pair | None = None
     for piece in pieces:
         grads = blocks.backward(piece, keys, values, rows)
@@ -156,8 +156,8 @@ def _gradients(
 
 
 def _parts(job: Job, q: torch.Tensor, k: torch.Tensor) -> list[Part]:
-    """Return the most parts that divide the KV heads and have ``LEAST_ELEMENTS`` each, the same on
-    all ranks."""
+    """Divide the KV heads into as many equal parts as possible, whose queries have at least
+    ``LEAST_ELEMENTS`` elements each (or into one part). All ranks return the same parts."""
     heads, heads_k = q.shape[-2], k.shape[-2]
     # Rows per rank on average, because other ranks may have more rows than this one.
     rows = sum(job.queries.lengths) // job.ring.size

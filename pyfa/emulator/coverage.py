@@ -20,13 +20,14 @@ class Covered:
 
 
 class Coverage:
-    """``objects``: the launched code objects, by sha256."""
+    """The instructions that were executed. ``objects``: the launched code objects, by sha256."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Covered] = {}
 
     def note(self, digest: str, kernel: LoadedKernel, counters: Counters) -> None:
-        """Record that ``kernel`` was launched and executed what ``counters`` holds."""
+        """Record a launch of ``kernel`` and the instructions that ``counters`` lists as
+        executed."""
         found = self.objects.get(digest)
         if found is None:
             found = Covered(kernel.kernel.name, len(kernel.code.names))

@@ -39,9 +39,9 @@ _MEMORY = frozenset(("vmem", "lds_dma", "lds"))
 
 @dataclass(frozen=True)
 class Rule:
-    """``states`` wait states are required between an instruction and a later one if a register in
-    ``first(earlier)`` is also in ``second(later)``. The two functions return bits of registers, and
-    0 for an instruction that the rule does not apply to."""
+    """A rule: ``states`` wait states are required between an instruction and a later one if a
+    register in ``first(earlier)`` is also in ``second(later)``. The two functions return bits of
+    registers, and 0 for an instruction that the rule does not apply to."""
 
     what: str
     first: Registers
@@ -339,7 +339,8 @@ def _constant(one: Decoded, code: int) -> int | None:
 
 
 def _from(start: int, code: list[Instruction], function: str) -> Iterator[Finding]:
-    """Return what comes too soon after instruction ``start``, on any path."""
+    """Yield a finding for each instruction that, on any path, comes too soon after instruction
+    ``start``."""
     first = code[start].effects
     begun = tuple((rule, shared) for rule in RULES if (shared := rule.first(first)))
     if not begun:

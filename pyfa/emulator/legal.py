@@ -79,7 +79,7 @@ def why_not(one: Decoded, low: int, high: int) -> str:
 
 @functools.cache
 def _register(code: int, dwords: int, scalars: frozenset[int]) -> str:
-    """Return why the registers from ``code`` on are no operand."""
+    """Return why the registers from ``code`` on cannot be an operand; "" if they can."""
     if code == NONE or not dwords:
         return ""
     if code >= VGPR:

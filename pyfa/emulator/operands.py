@@ -121,7 +121,8 @@ def _widths(
 
 @functools.cache
 def matrix_dwords(name: str) -> tuple[int, int]:
-    """Return the registers of A (and of B), and of C (and of D), in one lane."""
+    """Return how many registers A has in one lane (B has as many), and how many C has (D has as
+    many)."""
     found = _MFMA.fullmatch(name)
     assert found, name
     rows, columns, depth, blocks = (int(group or 1) for group in found.groups()[:4])

@@ -9,8 +9,9 @@ from .ir import Builder, Function
 
 
 def with_slope(score: Function) -> Function:
-    """Return ``score`` with a second result: the derivative of its result by the score. Where there
-    is no derivative, the value is the one that PyTorch chooses.
+    """Return the score_mod ``score`` with a second result: the derivative of the first result with
+    respect to the score that it is given. Where there is no derivative, the value is the one that
+    PyTorch chooses.
 
     Computed in forward mode (dual numbers): the derivative of each operation that depends on the
     score follows from the derivatives of its operands. Integers and booleans have no derivative.

@@ -26,7 +26,7 @@ _MOST_WHOLE = 1 << 24
 
 
 class _Rates(NamedTuple):
-    """How fast a whole number changes with q and with kv."""
+    """The changes of a whole number per step of q and per step of kv."""
 
     q: int
     kv: int

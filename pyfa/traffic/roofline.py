@@ -12,7 +12,8 @@ from ..device import Device
 
 
 class Bound(NamedTuple):
-    """``seconds``: the lower bound; ``by``: ``memory`` or ``compute``, "" if no peak is known."""
+    """A lower bound of a time. ``seconds``: the bound. ``by``: the limit, ``memory`` or
+    ``compute``; "" if no peak is known."""
 
     seconds: float
     by: str

@@ -131,12 +131,14 @@ def are_apart(blocks: int, places: int, lines: int) -> bool:
 
 
 class Times(NamedTuple):
-    """Fitted times, in units of the bytes that a busy SM reads in that time, and two limits.
+    """Fitted times and two limits. A time is given as the number of bytes that a busy SM reads in
+    it.
 
     ``start``: starting and ending a round. ``combine``: combining, plus ``part`` for each split.
     ``latency``: if a round keeps only a fraction x of the SMs busy, reading takes
     sqrt(latency + (1 − latency)·x²) of the time that it takes in a full round. ``pieces``: the
-    smallest number of pieces in a split. ``parts``: the largest number of splits.
+    smallest number of pieces in a split; a piece is the fixed number of keys by which the kernel
+    divides them. ``parts``: the largest number of splits.
     """
 
     start: int
@@ -151,9 +153,9 @@ class Times(NamedTuple):
 def least_time(blocks: int, pieces: int, piece_bytes: int, units: int, times: Times) -> int:
     """Return the number of splits that takes the least time.
 
-    The keys have ``pieces``, which are divided among the splits. Each of ``blocks`` is launched
-    once per split. Blocks run in rounds, one block on each of ``units`` SMs. In a round with fewer
-    blocks than SMs, each block reads faster.
+    The keys are ``pieces`` pieces of ``piece_bytes`` bytes, which are divided among the splits.
+    Each of ``blocks`` is launched once per split. Blocks run in rounds, one block on each of
+    ``units`` SMs. In a round with fewer blocks than SMs, each block reads faster.
     """
     pieces, units = max(1, pieces), max(1, units)
     best, least = 1, math.inf

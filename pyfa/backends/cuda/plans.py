@@ -164,8 +164,8 @@ _SECTION_ELEMENTS = 8 << 20
 
 
 def heads_together(plan: Plan, sizes: Mapping[str, int]) -> int:
-    """Return how many heads a section of blocks has, which run side by side; ``sizes``: members of
-    ``Params``.
+    """Return the number of heads in a *section*: heads whose blocks alternate in the order of work
+    tiles, so that they run at the same time. ``sizes``: members of ``Params``.
 
     If blocks add to dQ in turn, the last keys of a head come first, and several heads run together.
     So only a few of the blocks that run at the same time belong to one head and wait for each
@@ -175,9 +175,10 @@ def heads_together(plan: Plan, sizes: Mapping[str, int]) -> int:
 
     If blocks add in any order, the first keys of a head come first, because most rows see them
     under a causal mask. Without a mask, heads run one by one. With a mask, blocks take different
-    times, and several heads together shorten the unbalanced rest at the end. With as many query
-    heads as KV heads and up to four heads together, a backward takes 0.85 to 1.01 of the time, if
-    their rows fit in the L2. With KV groups and up to 16 heads together, it takes 0.82 to 0.97.
+    times. Several heads together shorten the tail, in which only a few long blocks still run. A
+    backward then takes 0.85 to 1.01 times as long as with heads that run one by one, with as many
+    query heads as KV heads and up to four heads together, if their rows fit in the L2. With KV
+    groups and up to 16 heads together, it takes 0.82 to 0.97 times as long.
     """
     constants = values_of(plan)
     dim, in_turn = constants["HEAD_DIM"], constants["DETERMINISTIC"]

@@ -30,10 +30,11 @@ from .target import TARGET
 
 
 class Cost(NamedTuple):
-    """The cost of a workgroup, or of all workgroups that share a compute unit, at one end of the
-    range. ``tile``: clocks per tile. ``fixed``: clocks for everything else. ``masked``: clocks
-    added by a causal diagonal. ``matrix_of_tile``, ``fixed_matrix``: the matrix clocks of one
-    workgroup, per tile and for everything else."""
+    """The cost of the workgroups that share a compute unit (one or more), with each constant of the
+    model at the same end of its range. ``tile``: clocks in which each of them computes one tile.
+    ``fixed``: clocks for everything else. ``masked``: clocks added by a causal diagonal.
+    ``matrix_of_tile``, ``fixed_matrix``: the matrix clocks of one of the workgroups, per tile and
+    for everything else."""
 
     tile: float
     fixed: float

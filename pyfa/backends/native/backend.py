@@ -69,7 +69,9 @@ class NativeBackend:
         return ()
 
     def kernels(self, problem: Problem) -> list[Plan]:
-        """Return all kernels that ``problem`` may launch, as the bundle names them."""
+        """Return the plans of all kernels that ``problem`` may launch, as the bundle of compiled
+        code (``pyfa/bundle.py``) lists them: with the target's name as their backend, and without
+        notes."""
         out = DTYPE_CODES[problem.dtype_out or problem.dtype]
         found = [self.plan(problem), self.target.plan_of(self.NAME, "combine", out)]
         if self.target.block_of(found[0]).chunk:

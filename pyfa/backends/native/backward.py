@@ -204,9 +204,9 @@ def _bind(
 
 
 def _work_floats(launch: Launcher, call: Call, chain: Sequence[Plan], heads_k: int) -> Extent:
-    """Return the size of the counter of work tiles and of the table of which keys each has, if
-    there are any (``kernels/cuda/bwd_work.h``): they follow the row states, in whole units of 16
-    bytes."""
+    """Return the size of the counter of work tiles and of the table with the keys of each work
+    tile, or 0 without a table (``kernels/cuda/bwd_work.h``). They follow the row states, in whole
+    units of 16 bytes."""
     block = next(x for x in map(launch.target.block_of, chain) if x.keys)
     if not block.table:
         return 0

@@ -70,7 +70,8 @@ def has_all(problem: Problem, features: frozenset[str]) -> bool:
 
 
 def _lacking(problem: Problem, features: frozenset[str]) -> frozenset[str]:
-    """Return the features of ``problem`` that are missing; wide heads have no float8."""
+    """Return the features of ``problem`` that are not in ``features``. Float8 is always one of them
+    if the problem also has the feature ``wide``."""
     return problem.features - (features - {"fp8"} if "wide" in problem.features else features)
 
 

@@ -11,8 +11,8 @@ keeps float32's range: keys far below a dominating key are not lost, in any orde
 include V's scales. With 16-bit queries K and V are converted to the queries' dtype. ``SCALED`` is 0
 without scales, 1 by sequence and head, 2 and 3 per block of rows (``common.key_scales``).
 
-Tiles are as wide as a power of two, up to 512. Of wider heads, ``BLOCK_E`` elements follow those of
-``BLOCK_D`` and have a product of their own. ``SHARED_V``: V is K's first elements, as in latent
+Tiles are as wide as a power of two, up to 512. In wider heads, ``BLOCK_E`` elements follow those of
+``BLOCK_D`` and have a separate product. ``SHARED_V``: V is K's first elements, as in latent
 attention, and is not loaded again.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -64,8 +64,10 @@ def _step(
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Process one tile of keys; return the new (acc, total, top). top is in base 2 (for float32
-    natural). ``scale`` has one value per row if there are scales per block."""
+    """Process one tile of keys; return the new (acc, total, top). ``top`` is each row's largest
+    score so far, multiplied by log2(e) except for float32 queries. ``scale``: the softmax scale
+    times the float8 scale of q, and that of k if ``SCALED`` is 1. If ``SCALED`` is 2 or 3, each
+    block of rows has its own float8 scale, and ``scale`` has one value per row."""
     if TMA:
         k = tl.trans(k_base.load([n0, 0]))
     else:

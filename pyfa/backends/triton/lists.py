@@ -1,8 +1,8 @@
-"""Block lists: the tiles that a mask_mod leaves to be visited, and the states they are made of.
+"""Block lists: the tiles to visit under a mask_mod, and the tile states from which they are made.
 
 The list of a block names first the tiles in which the mask_mod hides nothing, then those in which
-it hides something, each in ascending order. So the loop over the former has no branch, and no code
-of the mask_mod.
+it hides something, each in ascending order. So the loop over the tiles in which nothing is hidden
+has no branch, and no code of the mask_mod.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 

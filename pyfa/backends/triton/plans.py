@@ -181,7 +181,7 @@ def power_of_two(size: int, least: int = 16) -> int:
 
 
 def _blocks(problem: Problem) -> tuple[int, int, int]:
-    """Return the widths of the tiles of K, of what is left of K beyond ``_WIDEST``, and of V.
+    """Return the widths of three tiles: K, the elements of K beyond ``_WIDEST``, and V.
 
     Hopper's matrix unit reads shared memory through descriptors, which encode the swizzle: the
     tile's width, up to 64. If V is not prefetched, its tile reuses the memory of K's. If the two

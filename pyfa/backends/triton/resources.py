@@ -18,7 +18,8 @@ from .specs import Spec
 
 
 class Resources(NamedTuple):
-    """``spill_bytes``: per lane, in memory; ``shared_bytes``: LDS or shared memory of a block."""
+    """The resources of a compiled kernel. ``spill_bytes``: memory per lane for spilled registers.
+    ``shared_bytes``: LDS or shared memory of a block."""
 
     registers: int
     spill_bytes: int

@@ -167,7 +167,8 @@ def simulate(turns: Turns, end: str, changed: Mapping[str, float] | None = None)
 
 
 def run(turns: Turns, waves: npt.NDArray[Any], values: Mapping[str, float]) -> Result:
-    """Run the model with ``values`` of all parameters; wavefronts start as ``waves`` says."""
+    """Run the model. ``values``: the value of each constant in ``constants.ISSUE``. ``waves``: one
+    record for each wavefront; its ``start`` is the clock at which the wavefront starts."""
     parameters = (ctypes.c_double * len(constants.ISSUE))(*(values[n] for n in constants.ISSUE))
     steps = len(turns.steps)
     issued = np.zeros(len(turns.turns), np.float32)
