@@ -1,9 +1,9 @@
 // One thread of the producer warpgroup sends dQ's sums for all warps (ONE_SENDER).
 //
 // Where DETERMINISTIC it also sees to it that blocks add to a tile of dQ one after the other, so that dQ's bits
-// are the same from run to run. The order is the reverse order of their keys. Blocks that come before this one
-// have lower numbers and so have been started. With a causal mask they reach a tile earlier, because each
-// begins at the diagonal.
+// are the same from run to run. The order is the reverse order of their keys. Work tiles that come before this
+// one have lower numbers and so have been taken (first_work_tile). With a causal mask their blocks reach a tile
+// earlier, because each begins at the diagonal.
 #pragma once
 #include "bwd_shape.h"
 #include "../sm80/bwd_dq.h"
