@@ -9,6 +9,7 @@ summary to ``results/conformance_<backend>_<arch>.json``, of a sample to ``…_s
 the cases of ``--only X`` to ``…_X.json`` or ``…_X_sample.json``; ``--out`` the report of ``pyfa
 conformance``. With ``--sms 2`` CUDA's persistent blocks are as few as on a GPU with two SMs, so
 that each takes many work tiles, which the suite's small calls do not have for every SM of a GPU.
+The result file's name then ends in ``_2_sms``.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def summary(report: Report, cases: int, seconds: float) -> dict[str, Any]:
 
 
 def name_of(options: argparse.Namespace, arch: str) -> str:
-    """The result file's name: a part of the cases has another than all of them."""
+    """The result file's name. A part of the cases has its own, and so have grids for fewer SMs."""
     part = [options.only] * bool(options.only) + ["sample"] * bool(options.sample)
     part += [f"{options.sms}_sms"] * bool(options.sms)
     return "_".join(["conformance", options.backend, arch, *part])

@@ -241,12 +241,12 @@ def arch_of(environment: dict[str, Any]) -> str | None:
 
 
 def conformance_results() -> dict[tuple[str, str | None], dict[str, Any]]:
-    """Return the results of the suite by backend and arch; not those of a part of its cases, nor
-    of a smaller grid than the GPU's."""
+    """Return the results of the suite by backend and arch; not those of a part of its cases, of
+    grids for fewer SMs, or of another arch's tiles (``note``)."""
     return {
         (data["backend"], arch_of(data["environment"])): data
         for name, data in results().items()
-        if name.startswith("conformance_") and not {"only", "sample", "sms"} & data.keys()
+        if name.startswith("conformance_") and not {"only", "sample", "sms", "note"} & data.keys()
     }
 
 

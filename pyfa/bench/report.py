@@ -76,7 +76,7 @@ def newest(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
             alone = all(peer.split(":")[0] == "pyfa" for peer in data["peers"])
             key: object = (tuple(data["suites"]), gpu, alone)
         elif "counts" in data:
-            key = (data["backend"], gpu, data.get("note"))
+            key = (data["backend"], gpu, data.get("note"), data.get("sms"))
         else:
             key = result.name
         there = best.setdefault(key, result)

@@ -53,6 +53,7 @@ def conformance(name: str, data: Mapping[str, Any]) -> list[Section]:
     # Tiles of another arch that ran on this one; otherwise a word for its own tiles.
     tiles = data.get("tiles")
     note = f", tiles of {' and '.join(tiles)}" if isinstance(tiles, list) else ""
+    note += f", grids for {data['sms']} SMs" if "sms" in data else ""
     failed = len(data["failed"])
     ran = f"{data['backend']} on {gpu(data)}{note}"
     if data["backend"] == "emulator":

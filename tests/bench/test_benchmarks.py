@@ -427,6 +427,7 @@ def test_a_larger_sample_contains_a_smaller_one(script: Any) -> None:
         ((), "conformance_torch_cpu", set()),
         (("--sample", "9"), "conformance_torch_cpu_sample", {"sample"}),
         (("--only", "latent"), "conformance_torch_cpu_latent", {"only"}),
+        (("--sms", "2"), "conformance_torch_cpu_2_sms", {"sms"}),
         (
             ("--only", "q65", "--sample", "9"),
             "conformance_torch_cpu_q65_sample",
@@ -447,9 +448,9 @@ def test_a_part_of_the_cases_is_saved_under_a_name_of_its_own(
     monkeypatch.setattr(sys, "argv", command)
     conformance.main()
     assert list(saved) == [name]
-    assert saved[name].keys() & {"only", "sample"} == recorded
+    assert saved[name].keys() & {"only", "sample", "sms"} == recorded
     for argument in arguments[1::2]:
-        assert any(argument in saved[name][key] for key in recorded)
+        assert any(argument in str(saved[name][key]) for key in recorded)
 
 
 def test_a_filter_without_cases_saves_nothing(
