@@ -99,8 +99,9 @@ def test_no_more_than_forty_plans_of_a_kernel_for_each_format() -> None:
     """Hopper's backward has eight for each of its ten: plain, five terms alone, one of them also
     in tiles, several; and 16 with tiles that follow from the grid, plain and with sinks. Its
     forward has two more for each of its eight pairs of head dims, softcap and ALiBi alone, for six
-    of them one with tiles of a bias, and 13 with tiles that follow from the grid."""
-    more = {backward.SM90: 96, forward_sm90.KERNEL: 71}
+    of them one with tiles of a bias, and 16 with tiles that follow from the grid, the window or the
+    longest sequence."""
+    more = {backward.SM90: 96, forward_sm90.KERNEL: 74}
     for arch in plans.TILED:
         decodes = native_decode.all_plans(TARGET, "cuda", arch)
         for every in (forward.all_plans(arch), backward.all_plans(arch), decodes):
@@ -374,14 +375,19 @@ def test_explain_names_the_plan() -> None:
 
 
 # Batch, queries, keys, heads, head_dim, causal; warpgroups and keys of a tile that an H100 was
-# fastest with (cuda_tuning_h200.json, "forward, tiles by the grid").
+# fastest with (cuda_tuning_h200.json, "forward, tiles by the grid"), or with tiles of 64 keys an
+# H200 ("forward, sm90, two blocks of 64 rows and 64 keys on an SM").
 FASTEST = [
     ((64, 197, 197, 12, 64, False), (2, 112)), ((32, 257, 257, 16, 64, False), (3, 96)),
-    ((128, 50, 50, 12, 64, False), (1, 80)), ((8, 512, 512, 16, 64, False), (3, 128)),
+    ((128, 77, 77, 12, 64, False), (1, 80)), ((8, 512, 512, 16, 64, False), (3, 128)),
     ((1, 512, 512, 16, 64, True), (1, 128)), ((2, 4096, 4096, 10, 64, False), (1, 128)),
     ((1, 16384, 16384, 16, 64, True), (3, 128)), ((1, 192, 65536, 16, 64, False), (3, 128)),
+    ((128, 50, 50, 12, 64, False), (1, 64)), ((64, 197, 197, 12, 64, True), (1, 64)),
+    ((8, 512, 512, 16, 64, True), (1, 64)), ((1, 1024, 1024, 32, 64, True), (1, 64)),
     ((1, 1024, 1024, 8, 128, True), (1, 128)), ((1, 1024, 1024, 32, 128, True), (2, 128)),
-    ((64, 50, 50, 10, 96, False), (1, 128)), ((16, 197, 197, 10, 96, False), (2, 112)),
+    ((64, 50, 50, 12, 128, False), (1, 64)), ((32, 257, 257, 16, 128, True), (1, 64)),
+    ((1, 512, 512, 32, 128, True), (1, 64)), ((8, 512, 512, 16, 128, False), (2, 128)),
+    ((64, 50, 50, 10, 96, False), (1, 64)), ((16, 197, 197, 10, 96, False), (2, 112)),
     ((2, 2048, 2048, 10, 96, True), (2, 128)), ((1, 512, 512, 8, 192, False), (1, 96)),
     ((4, 1024, 1024, 8, 192, True), (2, 96)), ((1, 300, 300, 8, 256, True), (1, 64)),
     ((8, 257, 257, 8, 256, False), (2, 48)), ((4, 1024, 1024, 8, 256, False), (2, 80)),
@@ -412,38 +418,72 @@ def test_hopper_s_tiles_follow_the_grid(
     general = (own.groups, own.block_k)
     if causal:
         assert made(square=False) == general
-    assert made(features=frozenset({"varlen"} | ({"causal"} if causal else set()))) == general
+    features = frozenset({"varlen"} | ({"causal"} if causal else set()))
+    assert made(features=features, seqlen_k=8192) == general
     terms = answer(**given, positive=False).plan
     assert terms is not None
     assert dict(terms.constants)["SCORE"] != 0
 
 
-# Batch, rows, heads, keys that a row sees; warpgroups of a block (cuda_tuning_h200.json, "forward,
-# sm90, tiles by the window").
+# Head_dim, keys that a row sees; warpgroups and keys of a tile that an H200 was fastest with
+# (cuda_tuning_h200.json, "forward, sm90, two blocks of 64 rows and 64 keys on an SM").
 OF_WINDOWS = [
-    ((1, 8192, 64, 129), 2), ((4, 4096, 16, 257), 2), ((1, 16384, 64, 513), 2),
-    ((1, 8192, 32, 1025), 1), ((8, 2048, 16, 1537), 3), ((1, 8192, 32, 4097), 3),
-    ((1, 1024, 8, 257), 1), ((1, 8192, 32, 0), 3),
+    ((64, 129), (1, 64)), ((64, 1025), (1, 64)), ((64, 1537), (3, 128)), ((64, 0), (3, 128)),
+    ((96, 257), (1, 64)), ((96, 513), (2, 128)), ((128, 513), (1, 64)), ((128, 1025), (2, 128)),
+    ((192, 129), (2, 96)), ((256, 257), (1, 64)), ((256, 513), (2, 80)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("shape", "groups"), OF_WINDOWS)
-def test_hopper_s_tiles_follow_the_window(shape: tuple[int, int, int, int], groups: int) -> None:
-    batch, rows, heads, window = shape
+@pytest.mark.parametrize(("shape", "tiles"), OF_WINDOWS)
+def test_hopper_s_tiles_follow_the_window(shape: tuple[int, int], tiles: tuple[int, int]) -> None:
+    dim, window = shape
 
-    def made(*features: str, dim: int = 64) -> int:
+    def made(*features: str) -> tuple[int, int]:
         plan = answer(
-            batch=batch, seqlen_q=rows, seqlen_k=rows, heads_q=heads, heads_k=heads, head_dim=dim,
+            batch=1, seqlen_q=8192, seqlen_k=8192, heads_q=32, heads_k=32, head_dim=dim,
             head_dim_v=dim, window=window, features=frozenset({"window", *features}),
         ).plan  # fmt: skip
         assert plan is not None
         assert plan in catalog.all_plans(TARGET, "sm_90")
-        return dict(plan.constants)["GROUPS"]
+        constants = dict(plan.constants)
+        return constants["GROUPS"], constants["BLOCK_K"]
 
-    assert made() == made("sinks", "gqa", "backward") == groups
-    assert made("softcap") == 2
-    assert made("varlen") == 3
-    assert made(dim=128) == 2
+    assert made() == made("sinks", "gqa", "backward") == made("varlen") == tiles
+    terms = sm90.FORWARD[dim, dim][2 if dim in (64, 192, 256) else 1]
+    assert made("softcap") == (terms.groups, terms.block_k)
+
+
+# Head_dim, most rows and keys of a sequence, causal; the same.
+OF_LENGTHS = [
+    ((64, 64, False), (1, 64)), ((64, 256, False), (1, 64)), ((64, 512, False), (3, 128)),
+    ((64, 1024, True), (1, 64)), ((64, 2048, True), (3, 128)), ((96, 64, True), (1, 64)),
+    ((96, 128, False), (2, 176)), ((128, 64, False), (1, 64)), ((128, 128, True), (2, 128)),
+    ((256, 64, False), (1, 64)), ((256, 128, False), (2, 80)), ((192, 64, False), (2, 112)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "tiles"), OF_LENGTHS)
+@pytest.mark.parametrize("feature", ["varlen", "seqused"])
+def test_hopper_s_tiles_follow_the_longest_sequence(
+    shape: tuple[int, int, bool], tiles: tuple[int, int], feature: str
+) -> None:
+    dim, longest, causal = shape
+
+    def made(**changes: object) -> tuple[int, int]:
+        given: dict[str, object] = {
+            "batch": 128, "seqlen_q": longest, "seqlen_k": longest, "heads_q": 16, "heads_k": 16,
+            "head_dim": dim, "head_dim_v": dim,
+            "features": frozenset({feature} | ({"causal"} if causal else set())),
+        }  # fmt: skip
+        plan = answer(**given | changes).plan
+        assert plan is not None
+        assert plan in catalog.all_plans(TARGET, "sm_90")
+        constants = dict(plan.constants)
+        return constants["GROUPS"], constants["BLOCK_K"]
+
+    assert made() == tiles
+    own = sm90.FORWARD[dim, dim][causal]
+    assert made(seqlen_k=8192) == made(seqlen_q=8192) == (own.groups, own.block_k)
 
 
 def test_a_grid_that_leaves_sms_idle_gets_blocks_of_half_the_rows() -> None:

@@ -18,11 +18,15 @@ DEVICE long long q_tile(const Params &p, const Sequence &s, int row, int head) {
 
 // The rows of a head that a block of the kernels before and after attn_bwd has: one tile. Of a packed batch blocks
 // are numbered as tiles are, so that there are few beyond the sequences' ends.
+//
+// The last tiles come first. attn_bwd begins with the first ones, whose rows and zeros row_sums has then left in the L2,
+// and ends with the last ones, whose sums dq_convert finds there. Of 8,192 tokens with a window of 128 keys the
+// backward takes 0.97 of the time, of ViT-B's 64 x 197 tokens 0.95, of 16 x 1,024 tokens 0.99 (H200).
 struct RowsOfBlock {
   Sequence s;
   int head, first;
   METHOD RowsOfBlock(const Params &p) {
-    int id = workgroup_index(), tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q, batch = id / tiles / p.heads_q;
+    int id = (int)gridDim.x - 1 - workgroup_index(), tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q, batch = id / tiles / p.heads_q;
     head = id / tiles % p.heads_q;
     first = id % tiles * BLOCK_Q;
     if (p.cu_seqlens_q) {

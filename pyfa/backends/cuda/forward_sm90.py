@@ -21,6 +21,7 @@ from ..native.tiles.sm90 import (
     FORWARD_BIAS,
     FORWARD_INVARIANT,
     FORWARD_OF_GRID,
+    FORWARD_OF_LENGTHS,
     FORWARD_OF_WINDOW,
     LAUNCH_US,
     ROWS,
@@ -50,6 +51,7 @@ _HALF_SM = 113 * 1024  # bytes of shared memory of each of two blocks
 # with blocks of 64 rows, and 109 µs with the general tiles.
 _OF_GRID = frozenset({"causal", "gqa", "sinks", "backward", "dlse", "deterministic"})
 _MOST_KEYS = 4096
+_ON_DEVICE = frozenset({"varlen", "seqused"})  # features of calls whose lengths are on the device
 PAGE_SIZES = (0, 16)  # those of ``all_plans``; plans for others are compiled at first use
 # Features that plans support whose blocks have the rows of all query heads of a KV head.
 _PACKED = frozenset(
@@ -158,16 +160,27 @@ def plan(problem: Problem) -> Plan:
     chunk = tiles.chunk_tiles * tiles.block_k if invariant and kind != _TERMS else 0
     notes = plans.notes_of(problem, pair, chunk)
     groups = tiles.groups
-    plain = kind != _TERMS and not packed and problem.features - {"window"} <= _OF_GRID
-    if plain and pair in FORWARD_OF_GRID:
-        choose = _of_window if "window" in problem.features else _fastest
-        return _plan_of_grid(choose(problem, pair, FORWARD[pair][kind]), pair, dtype, notes)
+    simple = problem.features <= _OF_GRID | _ON_DEVICE | {"window"}
+    if simple and kind != _TERMS and not packed and pair in FORWARD_OF_GRID:
+        return _plan_of_grid(_chosen(problem, pair, FORWARD[pair][kind]), pair, dtype, notes)
     if packed and not invariant:
         groups = -(-min(decode.lines(problem), 2 * ROWS) // ROWS)
     elif invariant and not problem.mods and _has_few_rows(problem, pair, packed):
         groups = 1
     found = _plan(pair, kind, dtype, score, problem.page_size, invariant, groups, packed, notes)
     return listed(modified(found, problem.mods)) if problem.mods else found
+
+
+def _chosen(problem: Problem, pair: Pair, general: Own) -> Own:
+    """Return the tiles for the window, for lengths that are on the device, or for the grid."""
+    if "window" in problem.features:
+        most, tiles = FORWARD_OF_WINDOW.get(pair, (0, general))
+        return tiles if 0 < problem.window <= most else general
+    if problem.features & _ON_DEVICE:
+        full, causal, tiles = FORWARD_OF_LENGTHS.get(pair, (0, 0, general))
+        longest = max(problem.seqlen_q, problem.seqlen_k)
+        return tiles if longest <= (causal if "causal" in problem.features else full) else general
+    return _fastest(problem, pair, general)
 
 
 def _fastest(problem: Problem, pair: Pair, general: Own) -> Own:
@@ -181,34 +194,23 @@ def _fastest(problem: Problem, pair: Pair, general: Own) -> Own:
     return best if times[best] < 0.97 * times[general] else general
 
 
-def _of_window(problem: Problem, pair: Pair, general: Own) -> Own:
-    """Return the tiles for a window. If all blocks run at once, those with the fewest rows are
-    fastest: on an H100, 8 heads of 1,024 rows took 7.6 µs with one warpgroup and 9.3 µs with
-    two."""
-    fitting = [own for most, own in FORWARD_OF_WINDOW.get(pair, ()) if 0 < problem.window <= most]
-    if not fitting:
-        return general
-    smallest = fitting[-1]
-    blocks = problem.batch * problem.heads_q * -(-problem.seqlen_q // smallest.rows)
-    all_at_once = blocks <= problem.device.units * _fit(smallest, pair)
-    return smallest if all_at_once else fitting[0]
-
-
 def _microseconds(problem: Problem, pair: Pair, pace: Pace) -> float:
     """Return about how long an H100 takes for the grid of ``problem`` (``Pace``)."""
     rows, keys = pace.tiles.rows, pace.tiles.block_k
     blocks, heads = -(-problem.seqlen_q // rows), problem.batch * problem.heads_q
-    places = max(1, problem.device.units) * _fit(pace.tiles, pair)
+    units, fit = max(1, problem.device.units), _fit(pace.tiles, pair)
+    shared = pace.shared if blocks * heads > units else 1.0
 
     def of_work_tile(seen: int) -> float:
         return pace.start + -(-seen // keys) * keys * pace.key
 
     longest = of_work_tile(problem.seqlen_k)
     if "causal" not in problem.features:
-        return LAUNCH_US + -(-blocks * heads // places) * longest
+        return LAUNCH_US + -(-blocks * heads // (units * fit)) * longest * shared
     # The longest work tiles come first. The unbalanced rest at the end took a fifth of the longest.
     all_of_head = sum(of_work_tile(min((i + 1) * rows, problem.seqlen_k)) for i in range(blocks))
-    return LAUNCH_US + max(longest, all_of_head * heads / places + 0.2 * longest)
+    average = all_of_head * heads / (units * fit) * shared
+    return LAUNCH_US + max(longest, average + 0.2 * longest)
 
 
 def _fit(tiles: Own, pair: Pair) -> int:
@@ -354,6 +356,12 @@ def all_plans() -> list[Plan]:
         for dtype in calls.DTYPE_CODES.values()
         for pair, paces in FORWARD_OF_GRID.items()
         for pace in paces
+    ]
+    found += [
+        _plan_of_grid(tiles, pair, dtype)
+        for dtype in calls.DTYPE_CODES.values()
+        for table in (FORWARD_OF_WINDOW, FORWARD_OF_LENGTHS)
+        for pair, (*_, tiles) in table.items()
     ]
     found += [
         _plan_with_bias(pair, dtype)
