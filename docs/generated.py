@@ -348,15 +348,17 @@ def verified() -> str:
             emulated = ran["emulator", None]
             lines.append(
                 "- `hip`, for MI300X: **functionally emulated, not verified on hardware**. The "
-                "project's own emulator executes its gfx942 machine code; no MI300X has run it. "
+                "project's own emulator executes the kernels' machine code; no MI300X has run it. "
                 f"The {emulated['level']} conformance suite last ran in the emulator on "
-                f"{emulated['environment']['date']}: {_outcome(emulated)}. Its speed is unknown."
+                f"{emulated['environment']['date']}: {_outcome(emulated)}. "
+                "The speed of `hip` is unknown."
             )
         elif found:
-            lines.append(f"- `{name}`: {' '.join(found)} No GPU of another arch has run it.")
+            none = "No GPU of another arch has run this backend."
+            lines.append(f"- `{name}`: {' '.join(found)} {none}")
         elif name in ("cuda", "triton"):
             lines.append(f"- `{name}`: The suite has run on no GPU.")
-    return "\n".join([*lines, "- `torch`: The project's tests run it on a CPU."])
+    return "\n".join([*lines, "- `torch`: The project's tests run this backend on a CPU."])
 
 
 def _outcome(data: dict[str, Any]) -> str:

@@ -84,8 +84,8 @@ def storage_number(x: torch.Tensor) -> int:
 
 
 def run_backward_directly(function: type[torch.autograd.Function]) -> None:
-    """Let autograd's engine call ``backward`` of ``function`` without the methods that look for it
-    among others each time."""
+    """Let autograd's engine call ``backward`` of ``function`` directly, without the methods that
+    look it up at each call."""
     node: Any = getattr(function, "_backward_cls", None)
     if node is not None:
         node.apply = function.backward

@@ -97,8 +97,8 @@ def attention(
         Gradients are bitwise equal from run to run. ``torch.use_deterministic_algorithms(True)``
         has the same effect.
     num_splits
-        The number of splits of the keys. Each split is attended to separately, and the results are
-        merged. 1 means no split. With 0, the default, pyfa chooses.
+        The number of splits of the keys. Attention is computed over each split separately, and the
+        results are merged. 1 means no split. With 0, the default, pyfa chooses.
     batch_invariant
         Output, LSE and gradients of a sequence have the same bits in any batch. Also set by
         ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT``.
@@ -119,9 +119,9 @@ def attention(
 
     Notes
     -----
-    A wrong argument raises a ``ValueError`` or ``TypeError`` that names it. The error for an
-    operation that a ``score_mod`` or ``mask_mod`` may not use names its source line. If no backend
-    can run the call, ``UnsupportedProblem`` lists every backend's reasons.
+    A wrong argument raises a ``ValueError`` or ``TypeError`` that names it. If a ``score_mod`` or
+    ``mask_mod`` uses an operation that is not supported, the error names the source line. If no
+    backend can run the call, ``UnsupportedProblem`` lists every backend's reasons.
 
     Source: Dao et al. 2022 and Dao 2023 (FlashAttention, FlashAttention-2).
     """

@@ -30,8 +30,8 @@ DENSE, PACKED, CACHE, LATENT = 0, 1 << 20, 2 << 20, 3 << 20
 
 
 def of_rare(window: Any, attention_chunk: Any, dropout_p: Any, out_dtype: Any) -> tuple[Any, ...]:
-    """Return the end of a key. It contains the window's bounds separately, also those inside an
-    ``Edge``, because their types matter."""
+    """Return the last part of a key. It lists each bound of the window, also those inside an
+    ``Edge``, because the types of the bounds matter."""
     edges = window if isinstance(window, tuple) else ()
     exact = tuple(x.keys for x in edges if isinstance(x, validate.Edge))
     return (attention_chunk, dropout_p, out_dtype, *edges, *exact)
@@ -56,8 +56,8 @@ def of_terms(bias: Any, alibi_slopes: Any, sinks: Any) -> tuple[tuple[Any, ...],
 def of_mods(
     score_mod: Any, mask_mod: Any, block_mask: Any, q: Any
 ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
-    """Return the tensors that mods capture, and their end of a key. The checks report a q that is
-    no tensor."""
+    """Return the tensors that mods capture, and the last part of their key. The checks report a q
+    that is no tensor."""
     if not isinstance(q, torch.Tensor):
         return (), ()
     if block_mask is not None:

@@ -1,8 +1,8 @@
 """Bound calls: checked, planned and prepared once, then run again with other tensors.
 
-A call is found by its numbers. Its tensors must match those it was bound for in shapes, strides,
-dtypes, devices and ``requires_grad``, and be unwatched (``_torch.is_unwatched``). Their values and
-addresses may differ.
+A call is found by its *numbers*, the arguments that are not tensors. Its tensors must match those
+it was bound for in shapes, strides, dtypes, devices and ``requires_grad``, and be unwatched
+(``_torch.is_unwatched``). Their values and addresses may differ.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _sizes(x: torch.Tensor, at: int | None) -> tuple[list[int | None], list[int 
 
 
 def facts(tensors: Sequence[torch.Tensor], free: Free) -> list[object]:
-    """Return the properties of its tensors that a bound call depends on."""
+    """Return the properties of the tensors on which a bound call depends."""
     found: list[object] = [torch.is_inference_mode_enabled()]
     for number, x in enumerate(tensors):
         sizes = _sizes(x, free[number]) if number in free else (x.shape, x.stride())
@@ -72,8 +72,9 @@ def guard(tensors: Sequence[torch.Tensor], free: Free) -> Fits | None:
     """Return a check that tensors differ from these only in values, addresses and free dimensions,
     and that at most forward-mode differentiation watches them.
 
-    PyTorch's own guards take 0.6 µs for what takes 4.8 µs with single checks. Return None if
-    PyTorch has no guards or creates them in another way. Guards fail if a tensor is passed twice.
+    The check consists of PyTorch's own guards, which take 0.6 µs where single checks take 4.8 µs.
+    Return None if PyTorch has no guards or creates them in another way. Guards fail if a tensor is
+    passed twice.
     """
     sizes = [_sizes(x, free.get(number)) for number, x in enumerate(tensors)]
     try:
@@ -88,12 +89,13 @@ def guard(tensors: Sequence[torch.Tensor], free: Free) -> Fits | None:
 
 
 class Fitting:
-    """A check whether tensors are like those of a call. The first time it checks them one by one,
-    since the call may never repeat; from the second time on it uses PyTorch's guards.
+    """A check whether tensors are like those of a call. The first check compares them one by one,
+    since the call may never repeat; later checks use PyTorch's guards.
 
-    ``free``: the dimensions that may differ. ``alike``: by a tensor's number, others whose free
-    dimensions must have the size of its own, the total of rows. Strides that depend on a free
-    dimension are not compared, so a tensor that has some and is contiguous must stay so.
+    ``free`` lists the dimensions whose sizes may differ. ``alike`` maps a tensor's number to the
+    tensors whose free dimension must have the same size (the total of rows) as its own. Strides
+    that depend on a free dimension are not compared. A contiguous tensor with free dimensions must
+    therefore stay contiguous.
     """
 
     __slots__ = ("_alike", "_facts", "_free", "_whole", "fits")
@@ -152,8 +154,8 @@ _NO_GRADIENT = len(Gradients._fields)  # behind them
 @functools.lru_cache(1024)
 def picking(names: tuple[str, ...], digest: str) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Return a function that picks the gradient of each tensor in the fields ``names`` of a call
-    with these mods, or None if it has none: from ``Gradients``, None, and the captured
-    tensors'."""
+    with these mods, or None if the tensor has no gradient. The function takes the elements of
+    ``Gradients``, None, and the gradients of the captured tensors, in this order."""
     places = dict(_OF_GRADIENTS)
     if digest:  # a table that a mask alone reads has none, nor one of integers
         places |= {f"captured{slot}": _NO_GRADIENT + 1 + slot for slot in mods.of(digest).wanted}
@@ -209,7 +211,7 @@ def _alignments(tensors: Sequence[torch.Tensor], has_bias: bool) -> tuple[bool, 
 
 
 class Slot:
-    """The most recent call with given numbers."""
+    """The most recent bound call with given numbers."""
 
     __slots__ = ("bound",)
 
@@ -221,10 +223,10 @@ class Table:
     """The bound calls. A call is first looked up by its numbers alone, which gives the most recent
     match: ``recent`` returns its slot, and raises ``KeyError`` for numbers of no call.
 
-    Looking up shapes as well takes 0.3 µs more. A second key includes them, so that several shapes
-    can alternate, and so that the table is emptied when serving has filled it. Both go by the types
-    of the numbers, too, because Python treats 1.0 and True as the same key, while a call may accept
-    only one of them.
+    If this match does not fit, a second lookup, which takes 0.3 µs more, includes the shapes, so
+    that calls with several shapes can alternate. When the table is full, for example after long
+    serving, it is emptied. Both lookups include the types of the numbers, because Python treats 1.0
+    and True as the same key, while a call may accept only one of them.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Code objects that come with the package: checked when it was built, found by their digest.
+"""Code objects that come with the package. They were checked when the package was built, and are
+found by their digest.
 
 The folder ``pyfa/_bundle`` holds one file per code object and ``manifest.json``. ``pyfa compile
 --bundle`` makes it, and wheels contain it. A checkout has none until it is built.
@@ -25,9 +26,9 @@ def manifest() -> dict[str, Any]:
     bundle, or if it has another schema.
 
     Each object has ``file``, ``sha256``, ``arch``, ``plan``, ``compiler`` and ``emulated``, the
-    conformance cases that this digest passed in the emulator (none for cubins, which it cannot
-    run). Code for AMD also has ``kernel``, its metadata, because reading them from the file needs
-    packages that a machine without a compiler lacks.
+    conformance cases that this digest passed in the emulator (none for cubins, which the emulator
+    cannot run). Code for AMD also has ``kernel``, its metadata, because reading them from the file
+    needs packages that a machine without a compiler lacks.
     """
     try:
         data: dict[str, Any] = json.loads((FOLDER / "manifest.json").read_text())

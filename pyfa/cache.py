@@ -59,7 +59,8 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(frozen=True)
 class Entry:
-    """Code, its file (none in memory), and whether it was found (and where) or built."""
+    """Compiled code. ``path`` is its file, or None if it is only in memory. ``origin`` says where
+    the code was found, or that it was built."""
 
     code: bytes
     path: Path | None

@@ -62,14 +62,15 @@ class Kernel:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Kernel:
-        """Return the kernel that ``dataclasses.asdict`` made ``data`` of, also after JSON."""
+        """Return the kernel from ``data``, the result of ``dataclasses.asdict``, even if ``data``
+        was stored as JSON."""
         arguments = tuple(KernelArgument(**each) for each in data["arguments"])
         return cls(**{**data, "arguments": arguments})
 
 
 @dataclass(frozen=True)
 class Function:
-    """One function symbol: its instructions are ``code_bytes`` from ``address``."""
+    """One function symbol. Its instructions are the ``code_bytes`` bytes from ``address`` on."""
 
     name: str
     address: int
@@ -101,7 +102,7 @@ class CodeObject:
 
 
 def parse(data: bytes) -> CodeObject:
-    """Read a code object. Raises ``CodeObjectError`` if it is damaged or not an AMDGPU one."""
+    """Read a code object. Raises ``CodeObjectError`` if it is damaged or not for AMDGPU."""
     from elftools.common.exceptions import ELFError  # heavy, and needed only here
     from elftools.elf.elffile import ELFFile
 

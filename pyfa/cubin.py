@@ -34,8 +34,8 @@ class Cubin:
 
 
 def parse(data: bytes) -> Cubin:
-    """Read a cubin of one kernel. Raises ``CodeObjectError`` if it is damaged or of another
-    kind."""
+    """Read a cubin of one kernel. Raises ``CodeObjectError`` if it is damaged or has another
+    format."""
     from elftools.common.exceptions import ELFError  # heavy, and needed only here
     from elftools.elf.elffile import ELFFile
 

@@ -249,11 +249,12 @@ def _dies(properties: Any) -> int | None:
 
 
 def dies_by_driver(bus_id: str, nodes: Path = NODES) -> int | None:
-    """Return the XCDs of the GPU at the PCI address ``bus_id`` (``0000:47:00.0``) from Linux's
-    driver, because HIP runtimes before 7.0 do not report them; None if unknown.
+    """Return the number of XCDs of the GPU at the PCI address ``bus_id`` (``0000:47:00.0``), or
+    None if it is unknown. The number comes from Linux's driver, because HIP runtimes before 7.0 do
+    not report it.
 
-    In a partition mode (CPX, DPX) it is the number of one partition; all partitions of a card are
-    equal.
+    In a partition mode (CPX, DPX) it is the number of XCDs of one partition; all partitions of a
+    card are equal.
     """
     domain, bus, device = bus_id.split(".")[0].split(":")
     wanted = (int(domain, 16), int(bus, 16), int(device, 16))

@@ -102,7 +102,8 @@ def preference(argument: str | Sequence[str] | None) -> str:
 class Prepared(NamedTuple):
     """A backend with its plan, ready for every call whose problem falls into the same bucket.
 
-    ``check``: the tensors hold offsets or lengths whose values must be checked before a run.
+    ``check`` says whether the tensors hold offsets or lengths whose values must be checked before a
+    run.
     """
 
     backend: Backend
@@ -249,7 +250,7 @@ def candidates(wanted: str, device: Device) -> tuple[str, ...]:
 
 
 def ask(name: str, problem: Problem, *, hypothetical: bool = False) -> Answer:
-    """Return one backend's answer. ``hypothetical``: for a device that need not be in this
+    """Return one backend's answer. With ``hypothetical``, the device need not be in this
     machine."""
     backend = BACKENDS[name]
     reasons = list(backend.why_not(problem.bucketed()))

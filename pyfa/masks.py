@@ -63,7 +63,7 @@ def any_of(*masks: Mask) -> Mask:
 
 
 def not_(other: Mask) -> Mask:
-    """Return the opposite of a mask: queries see the keys that ``other`` hides."""
+    """Return the opposite of the mask ``other``: queries see the keys that it hides."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return ~other(b, h, q_idx, kv_idx)
@@ -75,9 +75,9 @@ def not_(other: Mask) -> Mask:
 
 
 def causal(shift: Number = 0) -> Mask:
-    """Return a causal mask: query i sees the keys up to i + ``shift``. By default it is aligned to
-    the top left; a shift of seqlen_k − seqlen_q aligns it to the bottom right. The argument
-    ``causal=True`` gives the mask aligned to the bottom right, and is faster."""
+    """Return a causal mask: query i sees the keys up to i + ``shift``. By default the mask is
+    aligned to the top left; a shift of seqlen_k − seqlen_q aligns it to the bottom right. The
+    argument ``causal=True`` gives the mask aligned to the bottom right, and is faster."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return q_idx + _of(shift, b) >= kv_idx
@@ -123,8 +123,8 @@ def streaming(sinks: int, left: int) -> Mask:
 
 
 def padding(lengths: torch.Tensor) -> Mask:
-    """Return a padding mask: queries see the keys before the end of their sequence. ``lengths`` is
-    (B,)."""
+    """Return a padding mask: queries see the keys before the end of their sequence. ``lengths``
+    (B,) holds the lengths of the sequences."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return kv_idx < lengths[b]
@@ -232,8 +232,8 @@ def media(begins: torch.Tensor, ends: torch.Tensor, tokens: int) -> Mask:
 
 
 def block_diffusion(length: int, block: int) -> Mask:
-    """Return the mask of block diffusion (BD3-LM): noisy tokens, then the same tokens without
-    noise.
+    """Return the mask of block diffusion (BD3-LM) for noisy tokens that are followed by the same
+    tokens without noise.
 
     There are ``length`` tokens of each kind, in blocks of ``block`` tokens. A block of noisy tokens
     sees itself and the clean blocks before it. A clean block sees itself and the clean blocks
@@ -329,7 +329,7 @@ def blocks(table: torch.Tensor, rows: int, keys: int) -> Mask:
 
     A block has ``rows`` queries and ``keys`` keys. ``table`` is (blocks of queries, blocks of
     keys), with a leading dimension for heads, or two for batch and heads, if needed. A leading
-    dimension may be 1. Raises ``ValueError`` for another number of dimensions.
+    dimension may be 1. Raises ``ValueError`` if ``table`` has another number of dimensions.
     """
     rank = table.dim()
     if not 2 <= rank <= 4:

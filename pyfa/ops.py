@@ -3,7 +3,7 @@
 ``forward`` and ``backward`` take the fields of a ``Call``, then the backends that may run it and
 which inputs need a gradient. Both choose from the same arguments, so a backward uses the backend of
 its forward, on any thread. ``append_kv`` and ``rotary`` prepare a cache before attention, if the
-backend does not do it itself (``backends.base.Appending``).
+backend does not do this itself (``backends.base.Appending``).
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class Call(NamedTuple):
     Sq | 1, Sk | 1), ``alibi_slopes`` (H,) or (B, H) and ``sinks`` (H,) are float32, ``seed`` is one
     int64 on the device. ``window_left`` and ``window_right`` are −1 for unlimited, and count from
     ``window_shift`` keys to the right of the query's own position: a window with a negative bound
-    is represented as a shifted one (``validate.window``). ``attention_chunk`` is 0 for none; chunks
-    count in the larger problem, see ``k_start``.
+    is represented as a shifted one (``validate.window``). ``attention_chunk`` is 0 for no chunks;
+    chunks are counted in the larger problem (see ``k_start``).
 
     ``q_descale``, ``k_descale`` and ``v_descale`` are float32 factors of float8 q, k and v, all of
     one kind. They are (B, Hk), per sequence and KV head, with any strides. Or they are per block of
@@ -43,13 +43,14 @@ class Call(NamedTuple):
     For a block of a larger problem, ``q_start`` … ``batch_start`` are the indices in the larger
     problem of the block's row 0, key 0, query head 0 and sequence 0. Dropout counts from them;
     ``k_start`` must then be a multiple of 4. For masks and ALiBi query i is at key position i + Sk
-    − Sq + q_start − k_start, where Sq and Sk are the block's own lengths. Tensors are the block's.
+    − Sq + q_start − k_start, where Sq and Sk are the block's own lengths. The tensors are those of
+    the block.
 
-    ``tree``: ``bias`` is (B | 1, Sq, Sq), boolean, and of the new rows alone: key j has column
-    j − (Sk − Sq) of each sequence, and keys before column 0 are seen.
+    With ``tree``, ``bias`` is boolean, (B | 1, Sq, Sq), and applies only to the last Sq keys of
+    each sequence: key j has column j − (Sk − Sq). All earlier keys are visible.
 
-    ``latent``: v is a view of k's first elements. ``topk``: in addition, each sequence is one row
-    of queries, and its pages, of one key each, are the keys that it sees.
+    With ``latent``, v is a view of k's first elements. With ``topk``, in addition, each sequence is
+    one row of queries, and its pages, which hold one key each, are the keys that it sees.
     """
 
     q: torch.Tensor
@@ -186,7 +187,7 @@ APPEND_NAMES = (
 
 
 class Form(NamedTuple):
-    """A call and its append without the tensors; ``names`` are the tensors that they have.
+    """A call and its append without the tensors; ``names`` lists which tensors they have.
 
     Packed queries and keys may share one tensor of offsets, which is then listed once.
     """
@@ -224,7 +225,8 @@ def tensors_of(call: Call, append: Append | None = None) -> tuple[torch.Tensor, 
 
 
 def form_of(call: Call, append: Append | None = None) -> Form:
-    """Return what stays of a call when it is repeated with other tensors."""
+    """Return the part of a call that stays the same when the call is repeated with other
+    tensors."""
     fields: list[Any] = [*call[:TENSORS], *(append[:_APPENDED] if append is not None else ())]
     shared = fields[_CU_Q] is not None and fields[_CU_K] is fields[_CU_Q]
     if shared:
@@ -243,8 +245,8 @@ STEPS = 8  # from one power of two to the next, where the grid follows from size
 
 
 def bucket(size: int, steps: int = 1) -> int:
-    """Return ``size`` rounded up to a power of two, or to one of ``steps`` equal steps from half of
-    it to it; 0 stays 0. Limits the number of plans."""
+    """Return ``size`` rounded up to a power of two or, with ``steps``, to one of this number of
+    equal steps between two powers of two. 0 stays 0. The rounding limits the number of plans."""
     if size <= 0:
         return 0
     power = 1 << (size - 1).bit_length()
@@ -264,7 +266,8 @@ def rows_per_scale(blocks: int, rows: int) -> int:
 
 
 def scales_of(descale: torch.Tensor | None, x: torch.Tensor) -> int:
-    """Return how many rows of x, (…, rows, heads, head_dim), share one of its scales; 0 for all."""
+    """Return how many rows of x, (…, rows, heads, head_dim), share one of its scales; 0 if all rows
+    share one."""
     if descale is None or descale.dim() == 2:
         return 0
     return rows_per_scale(descale.shape[2], x.shape[-3])
@@ -283,7 +286,8 @@ NARROW = 256  # the widest head that every kernel takes
 
 
 class Feature(NamedTuple):
-    """A capability that a problem needs, with everything that is known of it outside of kernels.
+    """A capability that a problem needs, with everything that the code outside of kernels knows
+    about it.
 
     ``phrase``: its name in messages. ``is_needed``: whether a call needs it. ``by``: the backends
     that support it (the emulator counts as hip). All other backends refuse the feature, so a new
@@ -420,7 +424,8 @@ def is_banded(features: frozenset[str]) -> bool:
 
 
 def is_uneven(call: Call) -> bool:
-    """Return whether the values of tensors decide how much a block does."""
+    """Return whether the amount of work of a thread block depends on values of tensors, such as
+    lengths."""
     asked = Asked(call)
     return any(FEATURES[name].is_needed(asked) for name in _UNEVEN)
 
@@ -452,7 +457,7 @@ def is_square(call: Call) -> bool:
 
 
 def window_of(call: Call) -> int:
-    """Return how many keys a row sees by the window; 0 if it has no bound on one side."""
+    """Return how many keys the window shows to a row; 0 if the window has no bound on one side."""
     bounded = call.window_left >= 0 and call.window_right >= 0
     return call.window_left + call.window_right + 1 if bounded else 0
 

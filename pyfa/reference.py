@@ -52,7 +52,7 @@ def keep_mask(
 ) -> torch.Tensor:
     """Return which probabilities survive dropout: bool (heads, rows, keys) of sequence ``batch``.
 
-    ``first``: the indices of the first head, row and key, the last a multiple of 4.
+    ``first`` holds the indices of the first head, row and key; that of the key is a multiple of 4.
     """
     groups = (keys + 3) // 4
     counter = np.zeros((heads, rows, groups, 4), np.uint64)
@@ -73,8 +73,8 @@ def attention(
 
     Shapes as ``Call.out_shape`` and ``Call.lse_shape``. Rows of a packed q that no sequence covers,
     and rows beyond ``seqused_q``, give output 0 and LSE −inf. Float8 inputs are multiplied by their
-    scales. ``round_p`` is what happens to the probabilities (H, rows, keys) of a sequence before
-    the product with V, for yardsticks of a P in few bits.
+    scales. ``round_p`` is a function that is applied to the probabilities (H, rows, keys) of a
+    sequence before the product with V, to measure the error of a P that is rounded to few bits.
     """
     return gathered(
         call,
@@ -113,8 +113,8 @@ def gradients(
     dlse: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, torch.Tensor]:
-    """Return out, LSE and the gradients of q, k, v and, if present, a float bias, sinks and those
-    tensors captured by a score_mod that get one.
+    """Return out, LSE and the gradients of q, k, v and, if present, of a float bias, of sinks, and
+    of those tensors captured by a score_mod that have a gradient.
 
     ``dout`` is shaped like out; ``dlse`` is shaped like the LSE, or None. Everything is computed
     and returned in ``dtype``.
@@ -151,8 +151,8 @@ def rotary(
 ) -> torch.Tensor:
     """Rotate the first 2·R elements of each head of x (B, S, H, D) by ``positions`` (B, S).
 
-    cos and sin are (max_position, R). Interleaved pairs elements 2i and 2i+1 (GPT-J), otherwise i
-    and i+R (GPT-NeoX). Computed and returned in float64.
+    cos and sin are (max_position, R). If interleaved, elements 2i and 2i+1 are paired (GPT-J),
+    otherwise i and i+R (GPT-NeoX). The result is computed and returned in float64.
     """
     half = cos.shape[-1]
     c, s = (table.double()[positions][:, :, None, :] for table in (cos, sin))

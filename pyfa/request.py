@@ -158,7 +158,7 @@ def kvcache(
     tree_mask: torch.Tensor | None = None,
 ) -> Request:
     """Build ``attention_kvcache``'s request; nothing is written yet. ``latent`` and ``topk`` are
-    the fields of ``Call``, whose conditions the caller ensures."""
+    the fields of ``Call``; the caller ensures the conditions that ``Call`` states for them."""
     _refuse_tracing()
     dims = (4 if cu_seqlens_q is None else 3, 4)
     validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))

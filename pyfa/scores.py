@@ -72,7 +72,7 @@ def alibi(slopes: torch.Tensor) -> Score:
     """Subtract ``slope · |i − j|`` (ALiBi). ``slopes`` is (H,).
 
     The argument ``alibi_slopes`` of ``attention`` is faster, but uses ``|i + Sk − Sq − j|``: the
-    two differ if there are more or fewer keys than queries.
+    two distances differ if there are more or fewer keys than queries.
     """
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -122,7 +122,7 @@ def t5(table: torch.Tensor, bidirectional: bool = True, farthest: int = 128) -> 
 
 
 def bias(table: torch.Tensor) -> Score:
-    """Add ``table``: (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk). The argument ``bias`` of
+    """Add ``table``, of shape (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk). The argument ``bias`` of
     ``attention`` is faster."""
     rank = table.dim()
 

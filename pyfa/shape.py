@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """A dense attention without score terms. Windows as a ``Call`` has them: −1 for unlimited.
+    """A dense attention without score terms. Window bounds are those of ``Call``: −1 means
+    unlimited.
 
     Masks align to the bottom right: query i sees key j where −left ≤ j − i − shift ≤ right. Chunks
-    are ignored: their kernels read less than computed here. ``itemsize``: bytes of an element of q,
-    k and v. ``latent``: v is a view of k.
+    (``attention_chunk``) are ignored, so kernels with chunks read less than is computed here.
+    ``itemsize`` is the size of an element of q, k and v in bytes. With ``latent``, v is a view of
+    k.
     """
 
     batch: int
@@ -53,7 +55,8 @@ class Shape(NamedTuple):
         )
 
     def keys_seen(self, first: int, last: int) -> tuple[int, int]:
-        """Return the keys [begin, end) that any of the queries ``first`` … ``last`` sees."""
+        """Return the range [begin, end) of keys that at least one of the queries ``first`` …
+        ``last`` sees."""
         most = self.seqlen_k
         begin, end = 0, most
         if self.window_left >= 0:

@@ -1,8 +1,9 @@
 """Sizes as expressions of the totals of packed rows.
 
-In packed training the totals differ at each step. A program describes by these expressions what
-depends on them: shapes, grids, offsets, a few members of ``Params``. A bound program then runs with
-other totals after patching some 10 numbers, where binding it again took 190 µs on the host.
+In packed training the totals differ at each step. A program holds such expressions for everything
+that depends on the totals: shapes, grids, offsets, and a few members of ``Params``. To run a bound
+program with other totals, only about 10 numbers are patched; to bind the program again took 190 µs
+on the host.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Totals = tuple[int, int]
 class Size:
     """An expression of ``q`` and ``k``, the totals, which are not 0.
 
-    It has no value and no order, so that no decision can depend on the totals for which it was
-    made: such code fails, also when it packs a ``Size`` as a number.
+    A ``Size`` has no value and no order, so that no decision can depend on the totals for which it
+    was made. Code that compares a ``Size``, or packs it as a number, fails.
     """
 
     __slots__ = ("text",)
@@ -57,13 +58,13 @@ Shape = tuple[Extent, ...]
 
 def function_of(sizes: tuple[Any, ...]) -> Callable[[int, int], Any]:
     """Return ``sizes``, nested tuples of integers, sizes and dtypes, as a function of the totals.
-    Compiled, it evaluates 20 of them in 1 µs."""
+    The function is compiled, and evaluates 20 sizes in 1 µs."""
     found: Callable[[int, int], Any] = eval(f"lambda q, k: {sizes!r}", {"torch": torch})
     return found
 
 
 def value_at(x: Any, totals: Totals | None) -> Any:
-    """Return a number as it is, and a size for ``totals``."""
+    """Return a number unchanged, and the value of a ``Size`` for ``totals``."""
     if not isinstance(x, Size):
         return x
     assert totals is not None
@@ -75,7 +76,7 @@ _TOTALS = {"q": Size("q"), "k": Size("k"), "v": Size("k")}
 
 def shape_of(call: Call, name: str) -> Shape:
     """Return the shape of a call's q, k or v. A total of packed rows is a ``Size``, except 0, which
-    has programs of its own."""
+    has separate programs."""
     offsets = call.cu_seqlens_q if name == "q" else call.cu_seqlens_k
     rows, *rest = getattr(call, name).shape
     return (_TOTALS[name] if offsets is not None and rows else rows, *rest)

@@ -33,8 +33,8 @@ def flatten(
 ) -> str:
     """Return one source text: ``constants`` as #defines, then ``kernel`` with its includes inlined.
 
-    ``generated``: texts that replace the included files of these names. By default the kernel has
-    no mods, and the code that mods need is left out.
+    ``generated`` holds texts that replace included files, by the names of these files. By default
+    the kernel has no mods, and the code that mods need is left out.
 
     ``kernel`` is a path below the folder of the kernels, such as "hip/attn_fwd.hip". Includes are
     searched next to the including file, then in the top folder; each file is included once. The
@@ -68,8 +68,8 @@ def _expand(file: str, root: str, taken: set[str], generated: Mapping[str, str])
 
 
 def keep_failed(source: str, suffix: str) -> str:
-    """Write a source that did not compile to a file to which the error can refer; return its
-    path."""
+    """Write a source that did not compile to a file, so that the error can name this file. Return
+    its path."""
     with tempfile.NamedTemporaryFile(
         "w", prefix="pyfa-failed-", suffix=suffix, delete=False, encoding="utf-8"
     ) as kept:

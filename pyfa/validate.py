@@ -309,7 +309,8 @@ def per_head(name: str, value: torch.Tensor, q: torch.Tensor, batch: int | None)
 
 
 def seed(value: object, device: torch.device) -> torch.Tensor:
-    """Return one int64 on ``device``; drawn there from torch's generator if ``value`` is None."""
+    """Return the seed as one int64 on ``device``. If ``value`` is None, the seed is drawn there
+    from torch's generator."""
     if value is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
     if isinstance(value, torch.Tensor):

@@ -173,8 +173,8 @@ def check_positions(start: torch.Tensor, rows: int | torch.Tensor, cos: torch.Te
 
 
 def positions(start: torch.Tensor, rows: int | torch.Tensor, cos: torch.Tensor) -> None:
-    """Raise ``ValueError`` if one of each sequence's ``rows`` positions from ``start`` on has no
-    row in the rotary tables."""
+    """Raise ``ValueError`` if the rotary tables have no row for one of a sequence's ``rows``
+    positions from ``start`` on."""
     ends = start.long() + rows
     used = ends > start
     if not used.any():

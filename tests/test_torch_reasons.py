@@ -71,12 +71,16 @@ def test_left_to_pytorch_on_a_cpu(shape: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("shape", "options", "why"),
     [
-        (PLAIN, {"softcap": 3.0}, "PyTorch's attention has no softcap"),
-        (PLAIN, {"softcap": 3.0, "window": (3, 3)}, "PyTorch's attention has no softcap, window"),
+        (PLAIN, {"softcap": 3.0}, "PyTorch's attention does not support softcap"),
+        (
+            PLAIN,
+            {"softcap": 3.0, "window": (3, 3)},
+            "PyTorch's attention does not support softcap, window",
+        ),
         (
             PLAIN,
             {"deterministic": True, "return_lse": True},
-            "PyTorch's attention has no gradient through the LSE",
+            "PyTorch's attention does not support a gradient through the LSE",
         ),
         ((0, 2, 64, 8), {}, "PyTorch's fused kernels refuse empty tensors"),
         ((8, 2, 64, 0), {}, "PyTorch's fused kernels refuse empty tensors"),

@@ -103,8 +103,8 @@ def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | No
 def bound_lists(
     call: Call, form: Form, tiles: Tiles, make: Callable[[Sequence[torch.Tensor]], Lists]
 ) -> Callable[[Sequence[torch.Tensor]], Lists]:
-    """Return ``lists_of`` as a function of the tensors of ``form``, for calls that are like
-    ``call`` in all but their values and addresses. So is ``make``."""
+    """Return ``lists_of`` as a function of the tensors of ``form``, for calls that differ from
+    ``call`` only in values and addresses. ``make`` is such a function, too."""
     mask = mask_of(call)
     if is_exact(mask):
         return kept.Bound(call, form, mask, ("lists", tiles), make)

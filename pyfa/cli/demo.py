@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
         "demo",
         "time attention on this machine against naive attention",
         "Run attention forward and backward on this machine's best backend, and compare it with "
-        "naive attention: time, peak memory, error. Takes about a minute on two cores.",
+        "naive attention: time, peak memory and error. This takes about a minute on two cores.",
         "pyfa demo",
         "pyfa demo --seqlen 4096 --no-causal",
     )

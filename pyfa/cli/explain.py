@@ -18,8 +18,8 @@ def add(commands: Any) -> None:
         commands,
         "explain",
         "say which backend runs a problem, and why the others do not",
-        "Say which backend runs a problem, with which plan, and why the others do not. Runs "
-        "nothing. --device may name a GPU that this machine does not have.",
+        "Say which backend runs a problem, with which plan, and why the others do not. No "
+        "kernel runs. --device may name a GPU that this machine does not have.",
         "pyfa explain --seqlen 8192 --heads 32,8 --head-dim 128 --causal",
         "pyfa explain --seqlen 1,32768 --heads 64,8 --features paged --device MI300X",
         "pyfa explain --dtype float8_e4m3fn --device H200 -v",

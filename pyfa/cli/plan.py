@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
         "compute bytes, FLOPs, memory and a roofline of a problem",
         "Compute the cost of a problem on a device by formula: LDS or shared memory, block sizes "
         "that fit, bytes, FLOPs, peak memory and a roofline, for standard attention and for pyfa's "
-        "kernels. Runs nothing and needs no GPU.",
+        "kernels. No kernel runs, and no GPU is needed.",
         "pyfa plan --seqlen 16384 --heads 16 --head-dim 128 --causal --device MI300X",
         "pyfa plan --seqlen 8192 --features backward --device H200 --plot plan.svg",
     )

@@ -12,8 +12,9 @@ Window = Sequence[int] | torch.Tensor
 
 
 def window(window_size: Window) -> tuple[int, int] | None:
-    """Return pyfa's window, or None if both bounds are unlimited: rotary embedding gives queries
-    other positions if there is a window."""
+    """Return pyfa's window, or None if both bounds are unlimited. None is not the same as an
+    unlimited window, because rotary embedding gives queries other positions if there is a
+    window."""
     if type(window_size) is tuple and window_size == (-1, -1):
         return None  # at once, for it is the default
     if len(window_size) != 2:
@@ -23,7 +24,7 @@ def window(window_size: Window) -> tuple[int, int] | None:
 
 
 def length(value: int | torch.Tensor) -> int:
-    """Return a maximum length as callers pass it: an int, or a tensor that is converted to one."""
+    """Return a maximum length as an int. Callers may pass an int or a tensor."""
     return int(value) if isinstance(value, torch.Tensor) else value
 
 

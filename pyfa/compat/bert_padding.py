@@ -25,8 +25,8 @@ def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 def index_put_first_axis(
     values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int
 ) -> torch.Tensor:
-    """Return (first_axis_dim, …) with ``values`` (n, …) in the rows ``indices`` (n,), 0
-    elsewhere."""
+    """Return a tensor (first_axis_dim, …) that holds ``values`` (n, …) in the rows ``indices``
+    (n,), and 0 elsewhere."""
     whole = values.new_zeros((first_axis_dim, *values.shape[1:]))
     return whole.index_copy(0, indices, values)
 
@@ -46,9 +46,9 @@ def unpad_input(
     """Return the tokens of hidden_states (B, S, …), without padding, as packed rows (total, …).
 
     ``attention_mask`` (B, S), bool or int, is true for tokens in use. ``unused_mask`` (B, S) is
-    true for tokens that are allocated but not in use; they are returned, too. The other results are
-    the rows' indices in (B·S), the offsets of the sequences (B+1,) int32, the largest allocated
-    length, and the used lengths (B,) int32. The function waits for the device.
+    true for tokens that are allocated but not in use; these tokens are returned, too. The other
+    results are the rows' indices in (B·S), the offsets of the sequences (B+1,) int32, the largest
+    allocated length, and the used lengths (B,) int32. The function waits for the device.
     """
     marked = attention_mask if unused_mask is None else attention_mask + unused_mask
     allocated = marked.sum(-1, dtype=torch.int32)
@@ -82,7 +82,7 @@ def unpad_input_for_concatenated_sequences(
 def pad_input(
     hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
 ) -> torch.Tensor:
-    """Invert ``unpad_input``: (total, …) to (batch, seqlen, …), 0 in unused rows."""
+    """Invert ``unpad_input``: convert (total, …) to (batch, seqlen, …), with 0 in unused rows."""
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *hidden_states.shape[1:])
 

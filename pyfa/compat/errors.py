@@ -24,8 +24,8 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 def in_words_of(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that replaces pyfa's argument names in errors by the package's. The
-    keywords map pyfa's name to the package's.
+    """Return a decorator that replaces pyfa's argument names in errors by those of another package.
+    Each keyword is a name in pyfa, and its value the name in that package.
 
     ``ValueError`` becomes ``ArgumentError``; ``TypeError`` stays ``TypeError``.
     """

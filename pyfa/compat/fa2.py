@@ -67,7 +67,7 @@ def flash_attn_func(
     float32, natural logarithm, are differentiable. S_dmask is for tests: its memory is quadratic,
     and it has no gradient. With dropout it is (B, H, Sq, Sk) in q's dtype, with both lengths
     rounded up to multiples of 128. It contains exp(score − the row's maximum), with a negative sign
-    where dropped. Without dropout it is empty.
+    where dropout dropped the probability. Without dropout it is empty.
 
     ``causal`` and ``window_size`` (left, right) align to the bottom right. ``alibi_slopes`` is (H,)
     or (B, H). Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
@@ -290,8 +290,8 @@ def attend(
     packed: Packed | None = None,
     sinks: torch.Tensor | None = None,
 ) -> Result:
-    """Run the six differentiable functions. flash-attention 2 has no ``sinks``; ``compat.hub`` uses
-    them."""
+    """Compute the results of this module's six differentiable functions. ``sinks`` is for
+    ``compat.hub``; flash-attention 2 has no sinks."""
     # Everything goes by name, since a repeated call would take long to fill a dict and unpack it.
     edges = window(window_size)
     # Drawn here, because S_dmask needs the same bits.

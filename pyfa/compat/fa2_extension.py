@@ -132,8 +132,8 @@ def bwd(
     rng_state: torch.Tensor | None,
     /,
 ) -> list[torch.Tensor]:
-    """Return dq, dk, dv and rowsum(dO∘O) (B, H, Sq rounded up to 128). A gradient is written into
-    the argument for it unless this is None.
+    """Return dq, dk, dv and rowsum(dO∘O) (B, H, Sq rounded up to 128). Each gradient is written
+    into the argument ``dq``, ``dk`` or ``dv``, unless this argument is None.
 
     ``out`` and ``softmax_lse`` may come from attention over more keys, as in ring attention.
     """

@@ -116,7 +116,8 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """Call ``flash_attn_func`` with Q, K and V in one tensor qkv (B, S, 3, H, D).
 
-    With ``num_heads_q``, qkv may be (B, S, num_heads_q + 2·Hk, D): heads of Q, then K, then V.
+    With ``num_heads_q``, qkv may be (B, S, num_heads_q + 2·Hk, D): first the heads of Q, then those
+    of K, then those of V.
     """
     if isinstance(qkv, torch.Tensor) and qkv.dim() == 4:
         if num_heads_q is None or qkv.shape[2] <= num_heads_q or (qkv.shape[2] - num_heads_q) % 2:

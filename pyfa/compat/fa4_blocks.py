@@ -22,9 +22,9 @@ _Mod = TypeVar("_Mod", bound=Callable[..., Any])
 
 
 class BlockSparseTensorsTorch(NamedTuple):
-    """For each block of rows, the blocks of keys that are partially masked (``mask_block_*``) and
-    those that are not masked at all (``full_block_*``): counts (B, H, M) and indices (B, H, M, N),
-    int32."""
+    """Lists of the blocks of keys that each block of rows visits: blocks that are partially masked
+    (``mask_block_*``) and blocks that are not masked at all (``full_block_*``). For M blocks of
+    rows and N blocks of keys, counts are (B, H, M) and indices (B, H, M, N), int32."""
 
     mask_block_cnt: torch.Tensor
     mask_block_idx: torch.Tensor
@@ -65,7 +65,8 @@ def compute_block_sparsity(
     compute_full_blocks: bool = True,
     use_fast_sampling: bool = False,
 ) -> BlockSparseTensorsTorch:
-    """Return the blocks of ``tile_m`` rows × ``tile_n`` keys that ``mask_mod`` does not mask.
+    """Return the blocks of ``tile_m`` rows × ``tile_n`` keys that ``mask_mod`` does not mask
+    completely.
 
     The result holds, for each block of rows, the number of these blocks and their indices. For
     packed sequences, the counts are (H, blocks of rows of all sequences), and the indices of a

@@ -23,7 +23,8 @@ _BLOCK_K = 128
 
 
 class Lengths(NamedTuple):
-    """The lengths behind ``seqlen_info``: ints, or (B,) or (B+1,) int32 for packed sequences."""
+    """The lengths from which ``seqlen_info`` is made: ints or, for packed sequences, int32 lengths
+    (B,) or offsets (B+1,)."""
 
     rows: int | torch.Tensor
     keys: int | torch.Tensor

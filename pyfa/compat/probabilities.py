@@ -1,6 +1,7 @@
-"""Dropped probabilities as a matrix, which flash-attention calls S_dmask and checks in its tests.
+"""A matrix that shows which probabilities dropout drops. flash-attention calls it S_dmask and
+checks it in its tests.
 
-Plain PyTorch with memory quadratic in the sequence length, for debugging.
+This is plain PyTorch with memory quadratic in the sequence length, for debugging.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def signed_probabilities(
     dropout_p: float,
     seed: torch.Tensor,
 ) -> torch.Tensor:
-    """Return exp(score − the row's maximum), negative where dropped: (B, H, Sq, Sk), in q's dtype.
+    """Return exp(score − the row's maximum), with a negative sign where dropout drops the
+    probability: (B, H, Sq, Sk), in q's dtype.
 
     Takes the arguments of ``pyfa.attention``, or of ``attention_varlen`` with ``packed``, and
     checks them in the same way. Lengths are rounded up to multiples of 128. Masked elements, and

@@ -39,10 +39,10 @@ def backward(
 ) -> Written:
     """Compute dq, dk and dv.
 
-    ``into`` has a tensor for each of them, which is overwritten, or None for a new tensor.
+    For each of the three, ``into`` has a tensor, which is overwritten, or None for a new tensor.
 
-    ``lse`` (B, H, Sq), or (H, total_q), natural logarithm; ±inf for a fully masked row. Raises
-    ``ValueError`` if a gradient's shape differs from its tensor's.
+    ``lse`` is (B, H, Sq) or (H, total_q), a natural logarithm, and ±inf for a fully masked row.
+    Raises ``ValueError`` if a gradient's shape differs from its tensor's.
     """
     call = request.call
     for name, x in (("dout", dout), ("out", out)):
@@ -135,11 +135,12 @@ class Rows:
         )  # fmt: skip
 
     def as_given(self, out: torch.Tensor) -> torch.Tensor:
-        """Return rows of q in the caller's layout."""
+        """Return ``out``, which has a row for each row of q, in the caller's layout."""
         return out if self._batch is None else out.unflatten(0, self._batch)
 
     def lse_as_given(self, lse: torch.Tensor) -> torch.Tensor:
-        """Return (B, H, S) for dense tensors, (H, total) for packed ones."""
+        """Return ``lse`` in the caller's layout: (B, H, S) for dense tensors, (H, total) for packed
+        ones."""
         return lse if self._batch is None else lse.unflatten(1, self._batch).transpose(0, 1)
 
     def backward(

@@ -57,7 +57,7 @@ class Distribution:
         return sorted({PurePosixPath(path).parts[0].removesuffix(".py") for path in self.modules})
 
     def contents(self) -> dict[str, str]:
-        """Return every file but RECORD, by its path."""
+        """Return every file except RECORD, by its path."""
         metadata = (
             f"Metadata-Version: 2.1\nName: {self.name}\nVersion: {self.version}\n"
             "Summary: flash-attention's interface on pyfa's kernels, written by `pyfa compat`\n"
@@ -135,7 +135,8 @@ DISTRIBUTIONS = (
 
 
 class Status(NamedTuple):
-    """One distribution in a folder. ``state``: absent, installed, outdated, changed or foreign."""
+    """One distribution in a folder. Its ``state`` is absent, installed, outdated, changed or
+    foreign."""
 
     name: str
     state: str

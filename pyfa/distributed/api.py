@@ -66,7 +66,7 @@ def ring_attention(
         the first dimension and the GPUs of a node along the second.
     sharding
         "zigzag": the sequence is cut into 2·ranks chunks, and rank r holds chunks r and 2·ranks − 1
-        − r, which balances the work of a causal mask. "contiguous": one chunk per rank.
+        − r, which balances the work of a causal mask. "contiguous": each rank holds one chunk.
     seqlen_q, seqlen_k
         The full lengths, if they differ from this rank's rows times the number of ranks.
     cu_seqlens_q, cu_seqlens_k
@@ -131,8 +131,8 @@ def ulysses_attention(
     backend: Backends = None,
     **unknown: object,
 ) -> Result:
-    """Compute attention like ``ring_attention``, but by all-to-all: each rank computes some heads
-    of the whole sequence.
+    """Compute attention like ``ring_attention``, but with all-to-all communication: each rank
+    computes some heads of the whole sequence.
 
     Arguments, results and errors are those of ``ring_attention``, except that there is no
     ``sharding`` and ``mesh`` has one dimension. Split rows with ``shard(...,

@@ -2,8 +2,8 @@
 
 Zigzag: the sequence is cut into 2·ranks chunks, and rank r holds chunks r and 2·ranks − 1 − r. With
 a causal mask all ranks then have the same work (Zhu 2024, ring-flash-attention; Llama 3 2024,
-arXiv:2407.21783, section 3.3.2). Contiguous: one chunk per rank. In a packed batch each sequence is
-cut separately, and a chunk is the concatenation of its parts of all sequences.
+arXiv:2407.21783, section 3.3.2). Contiguous: each rank holds one chunk. In a packed batch each
+sequence is cut separately, and a chunk is the concatenation of its parts of all sequences.
 """
 
 from __future__ import annotations

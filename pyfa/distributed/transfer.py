@@ -14,7 +14,7 @@ from ..errors import RankError
 
 
 class Ring:
-    """A process group for one attention call. Without a group: only this process.
+    """A process group for one attention call. Without a group, the ring has only this process.
 
     Ranks are numbered within the group. Error messages give the global ranks of torch.distributed.
     """

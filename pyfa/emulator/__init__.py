@@ -9,9 +9,9 @@ Each host thread runs one workgroup at a time, in an order drawn from the machin
 Conflicting accesses of several workgroups to one address are found by tags (core/races.c). Atomics
 without a return value reach memory late, in any order that the ISA allows (core/pending.c).
 
-The emulation is functional and was not compared with hardware. Not modeled are time and caches.
-AMD does not publish the order of rounding inside MFMA and the last bit of v_exp, v_log, v_rcp,
-v_rsq and v_sqrt. ``Machine(rounding=SEED)`` varies them, so that dependence on them is seen.
+The emulation is functional and was not compared with hardware. Time and caches are not modeled. AMD
+does not publish the order of rounding inside MFMA and the last bit of v_exp, v_log, v_rcp, v_rsq
+and v_sqrt. ``Machine(rounding=SEED)`` varies both, which shows whether results depend on them.
 (``timing`` models time from traces: ``Machine.launch(trace=...)``.) Wait states are not executed;
 ``hazards`` checks them in the code object.
 """

@@ -49,16 +49,18 @@ class Counters:
     """Sums over all wavefronts of a launch.
 
     ``instructions`` counts wavefront instructions by class, ``mnemonics`` by name, ``executed`` by
-    address in the code object. ``load_bytes`` and ``store_bytes`` are what active lanes requested
-    of global memory, in range (atomics count as stores). ``scalar_bytes`` is the part of the loads
-    by scalar instructions: arguments, lengths. ``segments64`` and ``segments128`` are the different
-    aligned segments of each vector memory instruction, summed. ``lds_clocks`` and
-    ``lds_conflict_clocks`` are modeled from addresses (32 banks of 4 bytes, groups of lanes as in
-    core/phases.h), not measured. ``lds_read_bytes`` and ``lds_write_bytes`` (with atomics) are what
-    active lanes request in the same instructions. ``lds_direct_bytes`` is loaded directly into LDS,
-    and has no LDS clocks. ``buffer_out_of_range`` counts lanes outside a buffer descriptor's range.
-    ``violations`` counts findings by check with the policy "count". ``barriers`` counts each wave's
-    arrival. ``traces``: the workgroups that the launch recorded.
+    address in the code object. ``load_bytes`` and ``store_bytes`` are the bytes of global memory
+    that active lanes requested, without those out of range (atomics count as stores).
+    ``scalar_bytes`` is the part of ``load_bytes`` that scalar instructions loaded, such as
+    arguments and lengths. ``segments64`` and ``segments128`` count the different aligned segments
+    of 64 and 128 bytes that each vector memory instruction touches, summed over the instructions.
+    ``lds_clocks`` and ``lds_conflict_clocks`` are modeled from addresses (32 banks of 4 bytes,
+    groups of lanes as in core/phases.h), not measured. ``lds_read_bytes`` and ``lds_write_bytes``
+    (with atomics) are the bytes that active lanes request in the same instructions.
+    ``lds_direct_bytes`` is loaded directly into LDS, and has no LDS clocks. ``buffer_out_of_range``
+    counts lanes outside a buffer descriptor's range. ``violations`` counts the findings of each
+    check with the policy "count". ``barriers`` counts the arrivals of waves at barriers. ``traces``
+    are those of the workgroups that the launch recorded.
     """
 
     wavefronts: int

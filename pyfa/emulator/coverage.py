@@ -11,8 +11,8 @@ from pyfa.emulator.machine import LoadedKernel
 
 @dataclass
 class Covered:
-    """One code object: its kernel, the number of its instructions, the addresses of those that were
-    executed."""
+    """One code object: its kernel, the number of its instructions, and the addresses of those that
+    were executed."""
 
     kernel: str
     static: int
@@ -20,7 +20,8 @@ class Covered:
 
 
 class Coverage:
-    """The instructions that were executed. ``objects``: the launched code objects, by sha256."""
+    """The instructions that were executed. ``objects`` holds the launched code objects, by
+    sha256."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Covered] = {}

@@ -49,7 +49,8 @@ _SCALAR_DEST_VALU = frozenset(("v_readfirstlane_b32", "v_readlane_b32"))
 
 @dataclass(frozen=True)
 class Code:
-    """Decoded functions: ``instructions`` sorted by address, and their names."""
+    """Decoded functions: their ``instructions``, sorted by address, and the names of the
+    functions."""
 
     instructions: npt.NDArray[Any]  # of INSTRUCTION
     names: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""The effects of one gfx942 instruction: its kind, and what it reads and writes. For checks of
-machine code.
+"""The effects of one gfx942 instruction, for checks of machine code: its kind, and what it reads
+and writes.
 
 Registers are bits of an integer, numbered as operands are (``decode``): scalar ones below 256 (VCC,
 M0 and EXEC among them), VGPRs from 256, AGPRs from 512, and the hardware registers of ``s_setreg``
@@ -39,9 +39,9 @@ _TRANS = frozenset(
 
 @dataclass(frozen=True)
 class Effects:
-    """The effects of one instruction. For a matrix instruction ``reads`` has all operands, and
-    ``a_b`` and ``c`` are its parts. ``lane_select`` is the scalar register that selects a lane,
-    ``mode`` the hardware register of ``s_setreg`` and ``s_getreg``."""
+    """The effects of one instruction. For a matrix instruction, ``reads`` has the registers of all
+    operands, ``a_b`` those of A and B, and ``c`` those of C. ``lane_select`` is the scalar register
+    that selects a lane, ``mode`` the hardware register of ``s_setreg`` and ``s_getreg``."""
 
     name: str
     kind: str  # salu, smem, valu, mfma, lds, vmem, lds_dma, or other

@@ -229,8 +229,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Finding:
-    """Two instructions, by address, with ``have`` wait states between them and ``need`` required.
-    ``first`` is None if an instruction cannot be checked at all."""
+    """Two instructions, given by their addresses. There are ``have`` wait states between them, but
+    ``need`` are required. ``first`` is None if an instruction cannot be checked at all."""
 
     what: str
     function: str

@@ -1,7 +1,8 @@
-"""Encodings that have an opcode and yet are no instruction of gfx942: why the ISA forbids them.
+"""Finds encodings that have an opcode, but that the ISA of gfx942 forbids, and says why.
 
-Checked are tuples of registers, the one scalar value that a VALU instruction may read, literals,
-DPP controls, SDWA selections and op_sel. Fields that an instruction does not use may hold anything.
+This module checks tuples of registers, the one scalar value that a VALU instruction may read,
+literals, DPP controls, SDWA selections and op_sel. Fields that an instruction does not use may hold
+anything.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _KINDS = {
 
 
 def why_not(one: Decoded, low: int, high: int) -> str:
-    """Return why no such instruction exists; "" if it does."""
+    """Return why the ISA has no such instruction, or "" if it has one."""
     fields = one.fields
     to, pair, *read = widths_of(one)
     wrong = (

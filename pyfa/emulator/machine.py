@@ -50,15 +50,15 @@ class EmulatorError(RuntimeError):
 class Checks:
     """The policy for each kind of fault: "raise" an ``EmulatorError``, "count" it, or "off".
 
-    ``undefined``: a value never written reaches an address, a store, a branch or EXEC. Definedness
-    is tracked through registers and LDS, because compilers copy undefined lanes that they never
-    use. ``memory``: access outside every mapped region, or the workgroup's LDS. ``races``: two
-    waves access one LDS byte between two barriers, and one of them writes. ``waits``: a register or
-    LDS byte is used before an ``s_waitcnt`` covers the load that fills it. ``barriers``: a wave
-    ends without reaching a barrier that others wait at. ``alignment``: atomics, scalar loads and
-    LDS dwords that are not naturally aligned. ``global_races``: two workgroups access one byte of
-    global memory, one of them writes, not both accesses are atomic, and no atomic at agent scope
-    with its fences orders them.
+    ``undefined``: a value that was never written reaches an address, a store, a branch or EXEC.
+    Definedness is tracked through registers and LDS, because compilers copy undefined lanes that
+    they never use. ``memory``: an access is outside every mapped region, or outside the workgroup's
+    LDS. ``races``: two waves access one LDS byte between two barriers, and one of them writes.
+    ``waits``: a register or LDS byte is used before an ``s_waitcnt`` covers the load that fills it.
+    ``barriers``: a wave ends without reaching a barrier that others wait at. ``alignment``: an
+    atomic, a scalar load or an LDS access of a dword or more is not naturally aligned.
+    ``global_races``: two workgroups access one byte of global memory, one of them writes, not both
+    accesses are atomic, and no atomic at agent scope with its fences orders them.
     """
 
     undefined: Policy = "raise"
@@ -158,8 +158,8 @@ class Machine:
     limit per wave that ends endless loops.
 
     ``rounding`` varies what AMD does not publish: the order of the products inside an MFMA, and the
-    last bit of v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos. Each value is one fixed
-    function of the operands; 0 is ascending order and correct rounding.
+    last bit of v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos. Each value of ``rounding``
+    selects one fixed order and rounding; 0 selects ascending order and correct rounding.
     """
 
     def __init__(
@@ -206,7 +206,8 @@ class Machine:
         return region
 
     def map_array(self, array: npt.NDArray[Any], name: str) -> int:
-        """Map a contiguous numpy array's own bytes; return its device address."""
+        """Map the bytes of a contiguous numpy array, without a copy, and return their device
+        address."""
         if not (array.flags.c_contiguous or array.flags.f_contiguous):
             raise ValueError(f"array {name!r} is not contiguous")
         self.map(array.ctypes.data, array.nbytes, name)

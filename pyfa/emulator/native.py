@@ -54,7 +54,7 @@ def compiler() -> tuple[tuple[str, ...], str]:
 
 
 def why_unavailable() -> str | None:
-    """Return why nothing can be emulated here; None if it can."""
+    """Return why the emulator cannot run on this machine, or None if it can."""
     try:
         compiler()
     except CoreMissing as missing:

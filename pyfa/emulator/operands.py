@@ -40,8 +40,8 @@ _FLOATS = ("0.5", "-0.5", "1.0", "-1.0", "2.0", "-2.0", "4.0", "-4.0", "0.159154
 
 @dataclass
 class Decoded:
-    """One instruction during decoding; operand codes as in core.h (AGPRs from 512). ``illegal``
-    says why the ISA has no such instruction."""
+    """One instruction during decoding. Operand codes are those of core.h (AGPRs from 512 on).
+    ``illegal`` says why the ISA has no such instruction."""
 
     name: str = ""
     size: int = 4
@@ -76,8 +76,8 @@ def _tuple(letter: str, first: int, dwords: int) -> str:
 
 
 def widths_of(one: Decoded) -> tuple[int, int, int, int, int]:
-    """Return the dwords of the destination, the scalar destination and the three sources; 0 where
-    the instruction does not use the field."""
+    """Return how many dwords the destination, the scalar destination and the three sources have; 0
+    where the instruction does not use the field."""
     fields = one.fields
     return _widths(
         one.name,
@@ -132,7 +132,8 @@ def matrix_dwords(name: str) -> tuple[int, int]:
 
 @functools.cache
 def vector_dwords(name: str) -> tuple[int, int, int, int]:
-    """Return the registers of the destination and of the three sources of a VALU instruction."""
+    """Return how many registers the destination and the three sources of a VALU instruction
+    have."""
     if name in _WIDTHS:
         return _WIDTHS[name]
     types = re.findall(r"_([biuf]\d+)(?=_|$)", name)
@@ -155,14 +156,14 @@ def _lds(name: str) -> tuple[int, int, int, int, int]:
 
 
 def lds_dwords(name: str) -> int:
-    """Return the registers of one element of a DS instruction in one lane."""
+    """Return how many registers one element of a DS instruction has in one lane."""
     width = re.search(r"(\d+)$", name.replace("_d16_hi", "").replace("_d16", ""))
     assert width, name
     return max(1, int(width[1]) // 32)
 
 
 def memory_dwords(name: str) -> int:
-    """Return the data registers of a VMEM instruction in one lane."""
+    """Return how many data registers a VMEM instruction has in one lane."""
     found = re.search(r"dwordx(\d)", name)
     if found:
         return int(found[1])
@@ -171,7 +172,7 @@ def memory_dwords(name: str) -> int:
 
 
 def scalar_load_dwords(name: str) -> int:
-    """Return the registers that a scalar load or ``s_memtime`` writes."""
+    """Return how many registers a scalar load or ``s_memtime`` writes."""
     return int(re.sub(r"\D", "", name.rpartition("dword")[2]) or 2 - ("dword" in name))
 
 

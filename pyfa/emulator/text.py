@@ -1,6 +1,6 @@
 """An instruction as LLVM's disassembler writes it, without the suffix of the encoding (``_e64``).
 
-For messages: a fault names the instruction with the operands that its bytes have.
+The messages of faults use this text to name an instruction and its operands.
 """
 
 from __future__ import annotations

@@ -182,9 +182,9 @@ def flash_forward(
     Return (out, lse, rng_state, unused, debug_attn_mask). lse is (B, H, Sq), or (H, total_q).
     debug_attn_mask is empty without dropout. With dropout it is (B, H, Sq, Sk), with both lengths
     rounded up to multiples of 128, and contains exp(score − the row's maximum), with a negative
-    sign where dropped. ``num_splits`` is the number of splits of the keys; with None or 0, pyfa
-    chooses. Raises ``NotImplementedError`` for an argument that PyTorch does not pass to the
-    backward.
+    sign where dropout dropped the probability. ``num_splits`` is the number of splits of the keys;
+    with None or 0, pyfa chooses. Raises ``NotImplementedError`` for an argument that PyTorch does
+    not pass to the backward.
     """
     seed = validate.seed(None, query.device) if dropout_p else None
     asked = _request(

@@ -3,8 +3,8 @@
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = PyfaAttention.Config()
 
-It takes the place of ``VarlenAttention`` and, like it, accepts packed documents. It keeps the
-dtype of the queries, and runs on a CPU, too.
+``PyfaAttention`` replaces ``VarlenAttention`` and also accepts packed documents. It keeps the dtype
+of the queries, and runs on a CPU, too.
 """
 
 from __future__ import annotations

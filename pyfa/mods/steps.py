@@ -37,8 +37,9 @@ _OF_INPUT = {"q": _Rates(1, 0), "kv": _Rates(0, 1), "b": _STILL, "h": _STILL}
 
 
 def with_steps(function: Function) -> Function:
-    """Return ``function`` with the further inputs ``q_base`` and ``kv_base``, the indices of the
-    lane's first score, and ``q_step`` and ``kv_step``, floats: how far q and kv are from them."""
+    """Return ``function`` with four more inputs: ``q_base`` and ``kv_base``, the indices of the
+    lane's first score, and ``q_step`` and ``kv_step``, the distances of q and kv from these
+    indices, as floats."""
     return _Steps(function).rewritten()
 
 

@@ -28,9 +28,9 @@ def why_not(problem: Problem) -> list[str]:
     reasons = []
     beyond = sorted(problem.features - _SAME_FUNCTION - {"dlse"})
     if beyond:
-        reasons.append(f"PyTorch's attention has no {', '.join(beyond)}")
+        reasons.append(f"PyTorch's attention does not support {', '.join(beyond)}")
     if "dlse" in problem.features:
-        reasons.append("PyTorch's attention has no gradient through the LSE")
+        reasons.append("PyTorch's attention does not support a gradient through the LSE")
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
         reasons.append("PyTorch's fused kernels refuse empty tensors")
     if "causal" in problem.features and not problem.square:

@@ -118,7 +118,7 @@ class PyfaMetadata:
 
 
 class PyfaMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Passes vLLM's own buffers on as metadata. No step allocates memory or copies."""
+    """Passes vLLM's own buffers on as metadata. No step allocates memory or copies data."""
 
     # A plan depends on max_query_len. It is the same at capture and replay for a batch of equal
     # query lengths; vLLM runs others between the pieces of a graph.
