@@ -78,7 +78,7 @@ _QUICK = ("morton_natten", "vision", "rope", "table")
 
 
 def mods(count: int) -> Iterator[Case]:
-    """Yield ``count`` cases of each mod, with varying dtypes and shapes."""
+    """Yield cases of each mod with ``count`` combinations of dtype and shape."""
     for index, options in enumerate(_MODS):
         for more in range(count):
             dtype, shape = DTYPES[(index + more) % 3], SHAPES[(index + 2 * more) % 4]

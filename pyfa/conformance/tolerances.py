@@ -18,8 +18,8 @@ fail.
 L by at most 2⁻²⁴·|L|. Because dP/P = −dL, this changes every P of the row by the same relative
 amount, and with P every term of the gradient sums. naive keeps its probabilities and does not have
 this error. The bounds of gradients therefore get an additional 2⁻²⁴·max|L|, times max|ref| for the
-maximum and times mean|ref| for the mean. This term is negligible for 16-bit dtypes (|L| = 16 gives
-1e-6), but for float32 it is about as large as the rest of the bound.
+maximum and times mean|ref| for the mean. For 16-bit dtypes this term is negligible (|L| = 16 gives
+1e-6). For float32 it is about as large as the rest of the bound.
 
 (c) A kernel has two errors that naive may not have. First, it sums float32 products in its own
 order, and no order is the only correct one: with few rows, for example, naive sums in 64 lanes.
