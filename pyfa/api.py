@@ -53,11 +53,11 @@ def attention(
     cuda run the forward only, and refuse dropout, ``score_mod``, ``mask_mod``, float8 and batch
     invariance. q, k and v are float16, bfloat16, float32 or float8 e4m3; float8 k and v also work
     with 16-bit q. q, k, v, a float ``bias`` and ``sinks`` receive gradients, and the LSE is
-    differentiable. Float8 has no gradient.
+    differentiable. Float8 attention has no gradients.
 
     The position of query i is p = i + Sk − Sq, so the last query has the position of the last key.
-    The scores are score_mod(softcap(scale · q·k)) − slope · ``|p − j|`` + bias for query i and key
-    j. Then masks and softmax are applied. A fully masked row gives output 0, LSE −inf and zero
+    For query i and key j, the score is score_mod(softcap(scale · q·k)) − slope · ``|p − j|`` +
+    bias. Then masks and softmax are applied. A fully masked row gives output 0, LSE −inf and zero
     gradients.
 
     Parameters
@@ -79,13 +79,14 @@ def attention(
     bias
         Broadcasts to (B, H, Sq, Sk). A boolean bias masks where it is False.
     alibi_slopes
-        (H,) or (B, H). No gradient.
+        (H,) or (B, H): the slope of each head in the formula above. It receives no gradient.
     sinks
-        (H,): one extra logit per head in the softmax, without a value (GPT-OSS).
+        (H,): one extra logit per head, which takes part in the softmax but has no value (GPT-OSS).
     dropout_p, seed
-        0 ≤ p < 1. ``seed`` is an int or a one-element int64 tensor on the device. The same seed
-        drops the same positions on every backend. If ``seed`` is None, pyfa draws a seed from
-        torch's generator for the device. The LSE is taken before dropout.
+        ``dropout_p`` is the probability p of dropping an element, 0 ≤ p < 1. ``seed`` is an int or
+        a one-element int64 tensor on the device. The same seed drops the same positions on every
+        backend. If ``seed`` is None, pyfa draws a seed from torch's generator for the device. The
+        LSE is taken before dropout.
     descale, out_dtype
         ``descale`` is a tuple (for q, for k, for v) of positive float32 scales that multiply float8
         inputs, as ``quantize`` returns them; 1 by default. Each scale has one of these shapes: (),
@@ -94,14 +95,14 @@ def attention(
         are per block of rows, or none is. The scale for q is None if q is 16-bit. With float8 q,
         ``out_dtype`` is bfloat16 (default) or float16.
     deterministic
-        Gradients are bitwise equal from run to run. ``torch.use_deterministic_algorithms(True)``
-        has the same effect.
+        If True, gradients are bitwise equal from run to run.
+        ``torch.use_deterministic_algorithms(True)`` has the same effect.
     num_splits
         The number of splits of the keys. Attention is computed over each split separately, and the
         results are merged. 1 means no split. With 0, the default, pyfa chooses.
     batch_invariant
-        Output, LSE and gradients of a sequence have the same bits in any batch. Also set by
-        ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT``.
+        If True, output, LSE and gradients of a sequence have the same bits in any batch.
+        ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT`` have the same effect.
     backend
         The name of a backend, or several to try in order; pyfa tries no others. Without it,
         ``use_backend`` decides, then ``PYFA_BACKEND``, then the first backend in the device's
@@ -209,7 +210,7 @@ def attention_varlen(
     max_seqlen_q, max_seqlen_k
         Python ints: upper bounds on the sequence lengths.
     seqused_q, seqused_k
-        (B,) int32: the number of rows of each sequence that are used, from its beginning. Unused
+        (B,) int32: how many rows of each sequence are used, counted from its first row. Unused
         queries give output 0, LSE −inf and gradient 0.
     page_table
         (B, pages) int32: k and v are pages (num_pages, page_size, Hk, D). The number of keys of a
@@ -337,17 +338,17 @@ def attention_kvcache(
         (B, pages) int32.
     k, v
         New keys and values (B, S_new, Hk, D), or packed (total_new, Hk, D) with ``cu_seqlens_new``
-        (B+1,) int32. They are written after the first ``cache_seqlens`` keys, and queries see them.
-        For a float8 cache, k and v must be float8 with the scales of the cache rows to which they
-        are written.
+        (B+1,) int32. They are written after the first ``cache_seqlens`` keys of the cache, and the
+        queries see them. For a float8 cache, k and v must be float8 with the scales of the cache
+        rows to which they are written.
     cache_seqlens
-        An int or (B,) int32: the number of keys in the cache before the append. Required with k and
-        v; without them the whole cache is used by default.
+        An int or (B,) int32: the number of keys in the cache before the append. It is required if k
+        and v are passed. Without k and v, the whole cache is used by default.
     cache_batch_idx
-        (B,) int32: which index of the cache's first dimension each sequence uses.
+        (B,) int32: the index in the cache's first dimension that each sequence uses.
     cache_leftpad
-        (B,) int32: the index of each sequence's first valid key. Positions of masks and ALiBi count
-        from there. ``cache_seqlens`` includes the padding.
+        (B,) int32: the index of each sequence's first valid key. Masks and ALiBi count positions
+        from this key. ``cache_seqlens`` includes the padding.
     rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
         Tables (max_position, R) that rotate q and the new k. If ``rotary_interleaved`` is True,
         elements 2i and 2i+1 are paired (GPT-J), otherwise i and i+R (GPT-NeoX). The position of the
@@ -357,7 +358,7 @@ def attention_kvcache(
         after the rotation.
     bias
         Broadcasts to (B, H, Sq, S), where S is the capacity: with pages, the number of pages of a
-        sequence times page_size. Keys count from the first valid key.
+        sequence times page_size. Index 0 of the key dimension is the first valid key.
     tree_mask
         (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens. It applies only to the last Sq
         keys of a sequence. If element [i, j] is True, query i sees key j of these Sq keys. For

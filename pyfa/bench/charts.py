@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, as SVG: a roofline, lines over the sequence length, a heat map.
+"""Draws pictures as SVG with matplotlib: rooflines, lines over the sequence length, heat maps.
 
 Everything but data is drawn in ``INK``. ``svg`` replaces this color by the color of the surrounding
 text, so pictures fit light and dark pages. ``standing_alone`` makes a file that fits both.
@@ -56,7 +56,8 @@ def check_name(path: Path) -> None:
 
 
 def figure(columns: int = 1, height: float = 3.4, width: float = 5.6) -> tuple[Figure, list[Axes]]:
-    """Make a figure of ``columns`` axes side by side; sizes in inches are for one of them."""
+    """Make a figure of ``columns`` axes side by side. ``height`` and ``width`` are the size of one
+    of them in inches."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -80,7 +81,7 @@ def lines(
     title: str,
     log_y: bool = True,
 ) -> None:
-    """Draw one line per name, over powers of two."""
+    """Draw one line per name of ``series``, over an axis of powers of two."""
     for index, (name, points) in enumerate(series.items()):
         at, values = [p[0] for p in points], [p[1] for p in points]
         axes.plot(at, values, label=name, markersize=4, linewidth=1.4, **_style(name, index))
@@ -99,7 +100,7 @@ def lines(
 def roofline(
     axes: Axes, device: Device, dtype: str, points: Mapping[str, tuple[float, float]], title: str
 ) -> None:
-    """Draw the device's roof, and points of (FLOP/byte, FLOP/s), on logarithmic axes."""
+    """Draw the device's roof, and the given points (FLOP/byte, FLOP/s), on logarithmic axes."""
     peak, bandwidth = device.matrix_flops(dtype), device.bandwidth
     ridge = peak / bandwidth
     low = min([ridge / 8, *(at / 4 for at, _ in points.values() if at > 0)])
@@ -123,7 +124,7 @@ def heat_map(
     axes: Axes, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]],
     title: str,
 ) -> None:  # fmt: skip
-    """Draw ratios around 1: above in blue, below in orange. NaN stays empty."""
+    """Draw ratios: those above 1 in blue, those below 1 in orange. A cell with NaN stays empty."""
     import math
 
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
@@ -143,21 +144,22 @@ def heat_map(
 
 
 def bars(axes: Axes, values: Mapping[str, float], x: str, title: str) -> None:
-    """Draw one horizontal bar per name."""
+    """Draw one horizontal bar per name of ``values``."""
     axes.barh(list(values), list(values.values()), color=COLORS[0], height=0.6)
     axes.invert_yaxis()
     _name(axes, x, "", title)
 
 
 def against(axes: Axes, name: str, points: Points) -> None:
-    """Draw a point for each pair of a model's figure and a measured figure."""
+    """Draw a point for each pair of a modeled and a measured figure."""
     index = len(axes.lines)
     at, values = [p[0] for p in points], [p[1] for p in points]
     axes.plot(at, values, linestyle="none", markersize=6, label=name, **_style(name, index))
 
 
 def finish_against(axes: Axes, x: str, y: str, title: str) -> None:
-    """Draw the diagonal on which both agree."""
+    """Set up the axes of ``against``, and draw the diagonal on which model and measurement
+    agree."""
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.axline((1.0, 1.0), (10.0, 10.0), color=INK, linewidth=0.9, linestyle=":")
@@ -170,7 +172,7 @@ def svg(made: Figure, name: str, title: str = "") -> str:
     text.
 
     ``name`` differs for each figure of a page and is the prefix of its identifiers. ``title`` is
-    the text for screen readers.
+    the description that screen readers read.
     """
     from matplotlib import rc_context
 
@@ -192,8 +194,8 @@ def svg(made: Figure, name: str, title: str = "") -> str:
 
 
 def standing_alone(element: str) -> str:
-    """Return the result of ``svg`` as a file, with a size, and colors that follow the reader's
-    system."""
+    """Return the result of ``svg`` as the text of a file: it has a size of its own, and its colors
+    follow the reader's light or dark theme."""
     opening = element[: element.index(">") + 1]
     sizes = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', opening)
     assert sizes is not None
@@ -202,7 +204,7 @@ def standing_alone(element: str) -> str:
 
 
 def save(made: Figure, path: Path) -> None:
-    """Write the figure to a file, on white."""
+    """Write the figure to a file, on a white background."""
     made.savefig(path, dpi=150, facecolor="white", **_WHOLE)
 
 

@@ -1,7 +1,7 @@
 """Compare two results: find the cells that became slower by more than the spread of their times.
 
-A *cell* is one problem of a suite and how it is timed (``suites.Cell``); the guide calls it a case.
-A *peer* is what is timed: pyfa, pyfa with a named backend, or another library.
+A *cell* is one problem of a suite and a way to time it (``suites.Cell``); the guide calls it a
+case. A *peer* is what is timed: pyfa, pyfa with a named backend, or another library.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ def _timed(results: Mapping[str, Any]) -> dict[_Key, Mapping[str, Any]]:
 
 
 def compare(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
-    """Compare the result ``now`` with the result ``earlier``: pyfa's rows of the suites that
-    ``now`` contains.
+    """Compare pyfa's times in the result ``now`` with those in the result ``earlier``, for the
+    suites that ``now`` contains.
 
     The earlier times are first multiplied by the median factor by which the cell's other peers
-    changed. A cell is slower if its lower quartile exceeds the earlier upper quartile and its
-    median is more than 5 % higher. Raises ``ValueError`` if the two results have no cell in common.
+    changed. A cell is slower if the lower quartile of its times exceeds the earlier upper quartile
+    and its median is more than 5 % higher. Raises ``ValueError`` if the two results have no cell in
+    common.
     """
     old, new = _timed(earlier), _timed(now)
     changes = []

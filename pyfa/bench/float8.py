@@ -1,4 +1,5 @@
-"""Float8 inputs, float8 caches with 16-bit queries, and the cost of making them."""
+"""Benchmarks float8 inputs, float8 caches with 16-bit queries, and the cost of the conversion to
+float8."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .suites import QUANTIZE_BLOCK, Cell
 
 
 def inputs(cell: Cell, device: torch.device) -> list[torch.Tensor]:
-    """Return q, k, v (batch, seqlen, heads, head_dim) before rounding."""
+    """Return q, k, v (batch, seqlen, heads, head_dim) before they are rounded to float8."""
     generator = torch.Generator(device).manual_seed(0)
     sizes = ((cell.seqlen_q, cell.heads_q), *((cell.seqlen_k, cell.heads_k),) * 2)
     return [

@@ -1,4 +1,4 @@
-"""A small GPT, to measure one training step with each peer's attention."""
+"""A small GPT whose training step is timed with each peer's attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class _Block(nn.Module):
 
 
 def step(cell: Cell, device: torch.device, attend: Attend) -> Ready:
-    """Return a training step; tokens and initial weights are the same for every peer."""
+    """Return a function that runs one training step. Tokens and initial weights are the same for
+    every peer."""
     dtype = getattr(torch, cell.dtype)
     width = cell.heads_q * cell.head_dim
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

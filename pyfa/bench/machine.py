@@ -1,4 +1,4 @@
-"""Describes the machine and the versions for every result file."""
+"""Describes the machine and the software versions, for every result file."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperatu
 
 
 def environment() -> dict[str, Any]:
-    """Return CPU, cores, load, Python, torch, pyfa and its commit, date, and the GPU if there is
-    one."""
+    """Return the CPU, its cores and load, the versions of Python, torch and pyfa, pyfa's commit,
+    the date, and the GPU if there is one."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -46,8 +46,8 @@ def environment() -> dict[str, Any]:
 
 
 def gpu_state() -> dict[str, str] | None:
-    """Return driver, clocks in MHz, power in W and temperature of the first GPU, from
-    nvidia-smi."""
+    """Return what nvidia-smi reports for the first GPU: driver, clocks in MHz, power in W and
+    temperature."""
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     line = _said(command).splitlines()[:1]
     if not line or not torch.cuda.is_available():
@@ -110,7 +110,8 @@ def _holds_records(value: Any) -> bool:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load a result file. Raises ``ValueError`` if it is not one, or has another schema."""
+    """Load a result file. Raises ``ValueError`` if the file is not a result file, or has another
+    schema."""
     try:
         data = json.loads(path.read_text())
     except ValueError as error:

@@ -1,8 +1,9 @@
-"""Compares the timing model of an MI300X with measurements on one.
+"""Compares the timing model of an MI300X with measurements on an MI300X.
 
-Model, not measured: every figure of the model is under the key ``model``. The costs of a kernel
-come from ``mi300x_costs.json``, by the digest of the code object that runs, so that nothing is
-emulated during measurements. If the emulator is installed, it computes the costs of any other code.
+In the results, every figure under the key ``model`` is modeled, not measured. The costs of a kernel
+are looked up in ``mi300x_costs.json`` by the digest of the code object that runs, so that nothing
+is emulated during measurements. If a code object is not in this file and the emulator is installed,
+the emulator computes its costs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ LEFT_OUT = (
 
 
 def why_not_here() -> str | None:
-    """Return why the suite does not run on this machine; None on a whole MI300X."""
+    """Return why the suite does not run on this machine, or None if the machine has a whole
+    (unpartitioned) MI300X."""
     if not torch.cuda.is_available():
         return "it needs an MI300X, and there is no GPU"
     here = devices.of(torch.device("cuda", 0))
@@ -53,8 +55,8 @@ def why_not_here() -> str | None:
 
 
 def saved(live: bool | None = None) -> Table:
-    """Return the saved costs. ``live``: whether to compute the costs of any other code on this
-    machine; by default, if the emulator is installed."""
+    """Return the saved costs. ``live``: whether to compute the costs of code objects that are not
+    saved. By default this is so if the emulator is installed."""
     records = json.loads(COSTS.read_text())["kernels"] if COSTS.exists() else []
     if live is None:
         live = runtime_timing.why_unavailable() is None
@@ -62,8 +64,8 @@ def saved(live: bool | None = None) -> Table:
 
 
 def reckon(cell: Cell, table: Table) -> Reckoned:
-    """Return the model's seconds of a cell. Raises NoCostsError with the reason if there are
-    none."""
+    """Return the time in seconds that the model predicts for a cell. Raises NoCostsError with the
+    reason if the model cannot predict it."""
     if cell.lengths or cell.layers or cell.window >= 0 or cell.passes == "both":
         raise NoCostsError(
             "the model supports dense attention without a window, one pass at a time"
@@ -122,9 +124,8 @@ def beside(
     table: Table | None = None,
     on_progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Add the model's figures to pyfa's ``rows``, under ``model``. Return, as plain data for a
-    result file, the constant of the model that best explains the difference from the
-    measurement."""
+    """Add the model's figures to pyfa's ``rows``, under ``model``. Return the constant of the model
+    that best explains the difference from the measurements, as plain data for a result file."""
     table = table or saved()
     by_name = {(cell.suite, cell.name): cell for cell in cells}
     mine = [row for row in rows if row["peer"] == "pyfa"]
@@ -186,8 +187,8 @@ HEAD = (
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a line for each row with a model figure, with the columns HEAD. ``measured/model``:
-    measured seconds over the nearest end of the range; 1 inside the range."""
+    """Return a line with the columns HEAD for each row that has a model figure. ``measured/model``
+    is the measured time divided by the nearest end of the model's range, or 1 inside the range."""
     found = []
     for row in rows:
         model = row.get("model")

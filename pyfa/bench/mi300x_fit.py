@@ -1,10 +1,11 @@
 """Finds the single constant of the timing model that best explains the model's difference from
 measurements.
 
-For each cell the model gives a range of seconds, also with each constant changed. The position of
-the device between the two ends is a free parameter, the same for all cells. A constant is named if
-changing it alone, within its range or beyond, explains the measured times clearly better than
-changing none, and clearly better than changing any other.
+For each cell the model gives a range of times: one with the present constants, and one for each
+change of a constant. Where the device lies between the two ends of the range is a free parameter,
+the same for all cells. A constant is named if changing it alone, within its range or beyond,
+explains the measured times clearly better than changing none, and clearly better than changing any
+other.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ Array = npt.NDArray[np.float64]
 
 class Point(NamedTuple):
     """A timed problem (``suites.Cell``). ``measured``: the measured seconds. ``error``: the
-    relative error of measurement and model together. ``seconds``: the model's, at the low and the
-    high end of the constants' ranges. ``changed``: the same after a change of one constant
+    relative error of measurement and model together. ``seconds``: the modeled seconds, at the low
+    and the high end of the constants' ranges. ``changed``: the same after a change of one constant
     (``runtime_sensitivity.Reckoned.changed``)."""
 
     name: str
@@ -71,8 +72,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """The best fit with one constant: its value, whether that is beyond its range, and the
-    remaining relative distance between measurement and model (rms)."""
+    """The best fit that changes one constant: the constant's value, whether this value is beyond
+    its range, and the remaining relative distance between measurement and model (``rms``)."""
 
     constant: str
     value: float
@@ -88,8 +89,8 @@ class Found:
 class Verdict:
     """The result of ``fit``. ``named``: the constant that best explains the difference, or "" if
     none does. ``rms``: the distance between measurement and model with no constant changed.
-    ``between``: the position of the device, 0 at ``low`` and 1 at ``high``. ``found``: all
-    constants, the best first."""
+    ``between``: where the device lies in the model's range, 0 at ``low`` and 1 at ``high``.
+    ``found``: the fits of all constants, the best first."""
 
     named: str
     alike: tuple[str, ...]
@@ -105,7 +106,7 @@ class Verdict:
 
 
 def fit(points: Sequence[Point], known: Mapping[str, Constant]) -> Verdict:
-    """Return the verdict over ``points``. At least FEWEST points are needed."""
+    """Return the verdict for ``points``. At least FEWEST points are needed."""
     measured = np.log([one.measured for one in points])
     errors = np.array([one.error for one in points])
     ends = np.log([one.seconds for one in points]).T

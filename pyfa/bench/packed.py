@@ -1,5 +1,5 @@
-"""Packed sequences of different lengths: some peers have a packed call, and others get one call per
-sequence."""
+"""Benchmarks packed sequences of different lengths. Some peers have a function for packed batches;
+the others are called once per sequence."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def by_pyfa(
 
 
 def by_package(name: str, cell: Cell, device: torch.device) -> Ready:
-    """Prepare flash-attention's own packages, which differ in the order of these arguments and in
-    whether they take maximum lengths."""
+    """Prepare one of flash-attention's own packages. They differ in the order of the arguments and
+    in whether they take maximum lengths."""
     function = importlib.import_module(name).flash_attn_varlen_func
     leaves, dout, cu = inputs(cell, device)
     options: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": cell.causal}
@@ -67,8 +67,8 @@ def by_package(name: str, cell: Cell, device: torch.device) -> Ready:
 
 
 def out_of(result: Any) -> torch.Tensor:
-    """Return the output from the result of a flash-attention function: the output alone, or a tuple
-    that begins with it."""
+    """Return the output in the result of a flash-attention function. The result is either the
+    output alone, or a tuple that begins with it."""
     out: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return out
 

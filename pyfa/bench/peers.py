@@ -1,7 +1,7 @@
 """The peers: the libraries that are compared. These are pyfa and the other libraries in this
 environment that compute attention.
 
-Each peer gets its inputs in its preferred layout; making them is not timed.
+Each peer gets its inputs in its preferred layout. The time to make the inputs is not measured.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Peer(NamedTuple):
     """A library to compare with. ``prepare`` returns a ``Ready``, or raises if the library cannot
     run the cell; ``why_not`` returns what the environment lacks to run the library on a device of
     the given type, or None. ``packed`` and ``float8`` are the same as ``prepare`` for packed and
-    float8 cells. ``attend`` makes the attention function for a model. ``packed``, ``float8`` and
-    ``attend`` are None if the library does not take part in such cells. ``within`` makes the
+    float8 cells. ``attend`` makes the attention function for a model. ``packed``, ``float8`` or
+    ``attend`` is None if the library takes no part in cells of this kind. ``within`` makes the
     context in which packed cells and models run."""
 
     name: str
@@ -438,12 +438,12 @@ def _forced(backend: str) -> Peer:
 
 
 def chosen(wanted: list[str] | None, device: str) -> tuple[list[Peer], dict[str, str]]:
-    """Return the peers that take part, pyfa first, and why the others do not.
+    """Return the peers that take part, pyfa first, and the reasons why the others do not.
 
-    By default, every peer that the environment has takes part, except ``sdpa`` on a GPU: there
-    PyTorch's own choice is one of the other peers. If requested, pyfa takes part again, with
-    deterministic gradients or with a named backend.
-    Raises ``ValueError`` for an unknown name, or one that cannot take part here.
+    By default, every peer that the environment has takes part, except ``sdpa`` on a GPU: on a GPU,
+    the kernel that SDPA would choose is already one of the other peers. If requested, pyfa takes
+    part a second time, with deterministic gradients or with a named backend. Raises ``ValueError``
+    for an unknown name, or for a peer that cannot take part on this machine.
     """
     if wanted is None:
         lacking = {name: peer.why_not(device) for name, peer in PEERS.items()}

@@ -1,4 +1,4 @@
-"""A peer at one cell, ready to be timed."""
+"""A peer that is ready to be timed at one cell."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """``pyfa bench --report``: one self-contained HTML file from result files, and its pictures.
 
 The file loads nothing: pictures are inline SVG. Each picture is also written as a separate file,
-for use in other pages. Every section says what it shows, how that was measured, and where. A result
-without an environment is refused.
+for use in other pages. Every section says what it shows, and how and where the figures were
+measured. A result without a description of its environment is refused.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def checked(name: str, data: Mapping[str, Any]) -> Result:
 
 
 def newest(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
-    """Return the newest file of each suite, backend and GPU, and the names of the others.
+    """Return the newest file of each suite, backend and GPU, and the names of the files that are
+    left out.
 
     Among files of one day, the one with the most rows counts as the newest. Files that compare pyfa
     only with itself are kept apart from files that compare it with others.
@@ -93,7 +94,7 @@ def _age(result: Result) -> tuple[str, int]:
 
 
 def read(paths: Sequence[Path]) -> list[Result]:
-    """Read result files, and those in folders, in the order of their names."""
+    """Read the given result files and those in the given folders, in the order of their names."""
     files: list[Path] = []
     for path in paths:
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]
@@ -105,7 +106,7 @@ def read(paths: Sequence[Path]) -> list[Result]:
 def write(folder: Path, results: Sequence[Result], older: bool = False) -> Path:
     """Write ``index.html`` and ``pictures/*.svg`` into ``folder``, which is created if missing.
 
-    ``older``: show all files of a suite, not only the newest.
+    If ``older`` is true, the report shows all files of a suite, not only the newest.
     """
     import jinja2
 

@@ -1,4 +1,5 @@
-"""The sections of a report that show the timing model of an MI300X: model, not measured."""
+"""The sections of a report that show the timing model of an MI300X. Its figures are modeled, not
+measured."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _HOW = (
 
 
 def beside(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """Show measurement and model, for results from an MI300X."""
+    """Show measured and modeled figures side by side, for results from an MI300X."""
     found = data["mi300x"]
     return [
         Section(
@@ -34,7 +35,7 @@ def beside(name: str, data: Mapping[str, Any]) -> list[Section]:
 
 
 def own(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """Show the model's figures for pyfa's kernels, which benchmarks/mi300x_own.py writes."""
+    """Show the model's figures for pyfa's kernels, from a result of benchmarks/mi300x_own.py."""
     rows = []
     for one in data["problems"]:
         busy = "; ".join(

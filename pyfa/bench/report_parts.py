@@ -32,14 +32,15 @@ def drawn(made: Figure, name: str, caption: str) -> Picture:
 
 
 class Cell(NamedTuple):
-    """A cell of a table. ``kind``: ``best``, ``bad`` or nothing."""
+    """A cell of a table. ``kind`` is ``best``, ``bad`` or empty, and decides how the cell is
+    highlighted."""
 
     text: str
     kind: str = ""
 
 
 class Table(NamedTuple):
-    """A table in a report. ``text``: whether cells hold sentences, which wrap."""
+    """A table in a report. ``text``: whether cells contain sentences, which may wrap."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -59,9 +60,9 @@ QUESTIONS = {
 
 class Section(NamedTuple):
     """A section of a report. ``shows`` says in a sentence or two what the section shows, ``how``
-    how that was measured, and ``where`` the environment. ``answer`` answers ``question`` in a line.
-    ``means`` has, for each peer, the geometric mean of pyfa's speed over the peer's, in ``suite``
-    on ``ran_on``."""
+    how this was measured, and ``where`` in which environment. ``answer`` answers ``question`` in
+    one line. ``means`` has, for each peer, the geometric mean of pyfa's speed over the peer's, in
+    ``suite`` on ``ran_on``."""
 
     question: str
     order: int
@@ -78,12 +79,13 @@ class Section(NamedTuple):
 
 
 def gpu(data: Mapping[str, Any]) -> str:
-    """Return what a result ran on: a GPU's name, or the CPU."""
+    """Return the device on which a result was measured: a GPU's name, or the CPU."""
     return str(data["environment"].get("gpu") or "CPU")
 
 
 def where(name: str, data: Mapping[str, Any]) -> str:
-    """Return the environment in a line, with the clocks if they were recorded."""
+    """Return a description of the environment in one line, with the clocks if they were
+    recorded."""
     found = data["environment"]
     machine = found.get("gpu") or f"{found.get('cpu')}, {found.get('cores')} cores"
     parts = [f"{name}: {machine}"]

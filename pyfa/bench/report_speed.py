@@ -44,8 +44,8 @@ Rows = dict[str, dict[str, Mapping[str, Any]]]
 
 
 def sections(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """Return one section per suite of a result of ``pyfa bench``, and one that compares with the
-    timing model if the results are from an MI300X."""
+    """Return one section for each suite in a result of ``pyfa bench``. If the result is from an
+    MI300X, also return a section that compares it with the timing model."""
     found = report_mi300x.beside(name, data) if "mi300x" in data else []
     for suite in data["suites"]:
         if suite == MI300X:
@@ -149,7 +149,7 @@ def _by_length(name: str, suite: str, rows: Rows, peers: list[str]) -> list[Pict
 
 
 def device_of(data: Mapping[str, Any]) -> Device | None:
-    """Return the named device that the results are from."""
+    """Return the entry of ``DEVICES`` for the device that the results are from."""
     gpu = data["environment"].get("gpu") or ""
     return next((one for key, one in DEVICES.items() if key.split("-")[0] in gpu.split()), None)
 
@@ -221,7 +221,8 @@ def _table(rows: Rows, peers: list[str], unit: str) -> Table:
 
 
 def lengths(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """Show naive attention and pyfa over the sequence length: benchmarks/naive_vs_pyfa.py."""
+    """Show naive attention and pyfa over the sequence length, from a result of
+    benchmarks/naive_vs_pyfa.py."""
     pictures = []
     for kind in ("forward", "training"):
         rows = [row for row in data["lengths"] if row["kind"] == kind]
@@ -283,7 +284,8 @@ def _longest(data: Mapping[str, Any]) -> str:
 
 
 def traffic(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """Compare DRAM bytes and L2 sectors from ncu with the model: benchmarks/hbm_traffic.py."""
+    """Compare measured DRAM bytes and L2 sectors with the modeled bytes, from a result of
+    benchmarks/hbm_traffic.py."""
     head = ["", "compulsory MB", "DRAM, estimated", "DRAM, ncu", "requested MB", "L2, ncu"]
     keys = ("compulsory_bytes", "estimated_bytes", "dram_bytes", "requested_bytes", "l2_bytes")
     rows = [row for row in data["traffic"] if "dram_bytes" in row]

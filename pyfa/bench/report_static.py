@@ -1,4 +1,4 @@
-"""The sections of a report that need no GPU: machine code, conformance, figures."""
+"""The sections of a report that need no GPU: figures of the machine code, and conformance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .report_parts import CORRECT, MI300X, Cell, Section, Table, drawn, gpu, pla
 
 
 def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """Show registers, LDS and static bounds of the HIP forward: benchmarks/hip_static.py."""
+    """Show registers, LDS and static bounds of the HIP forward, from a result of
+    benchmarks/hip_static.py."""
     plans = data["plans"]
     shown = [plan for plan in plans if "plain" in plan["title"] and "bf16" in plan["title"]]
     bounds = {
@@ -48,7 +49,8 @@ def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
 
 
 def conformance(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """Show a backend's result in the suite, and the cases closest to the bounds."""
+    """Show a backend's result in the conformance suite, and the cases that are closest to their
+    bounds."""
     counts = data["counts"]
     # Tiles of another arch that ran on this one; otherwise a word for its own tiles.
     tiles = data.get("tiles")

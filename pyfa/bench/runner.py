@@ -28,8 +28,8 @@ OnCell = Callable[[list[dict[str, Any]], dict[str, Any]], None]
 @dataclass(frozen=True)
 class Effort:
     """The length of a measurement. ``rounds``: the number of rounds. In each round all peers take
-    turns, so load and clock rates affect all of them alike. ``seconds``: the duration of the
-    samples per peer and round."""
+    turns, so load and clock rates affect all of them alike. ``seconds``: for how long each peer is
+    sampled in a round."""
 
     rounds: int = 3
     seconds: float = 0.03
@@ -49,10 +49,9 @@ def run(
     of the current cell, which is one problem of a suite.
 
     Returns plain data: the libraries that ran, why others did not, clock rates before and after,
-    and a row for every cell and library. A row has the median and quartiles of the seconds, or the
-    reason why there are none. ``missing`` names the cells that are not measured yet. Without such
-    cells there is no ``missing``. On an MI300X pyfa's rows also have the timing model's figures
-    (``mi300x.beside``).
+    and a row for every cell and library. A row has the median and quartiles of the measured
+    seconds, or the reason why there are none. If some cells were not measured yet, ``missing``
+    names them. On an MI300X pyfa's rows also have the timing model's figures (``mi300x.beside``).
     """
     for name in suites or ():
         if name not in SUITES:

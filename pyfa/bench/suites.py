@@ -1,4 +1,4 @@
-"""The suites: a suite is a list of cells, each one problem and a way to time it."""
+"""The benchmark suites. A suite is a list of cells. A cell is one problem and a way to time it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ MI300X = "mi300x"
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem, and how it is timed. ``passes``: ``forward``, ``backward`` (alone) or ``both``.
+    """One problem and how it is timed. ``passes``: ``forward``, ``backward`` (alone) or ``both``.
     ``timed``: ``device`` (cold cache), ``replay`` (of a CUDA graph, warm cache) or ``host``.
     ``unit``: the unit of the result.
 
     ``window``: keys to the left that a causal query sees, −1 for all. ``lengths``: the lengths of a
-    packed batch; the longest is ``seqlen_q``. ``layers``: number of layers of a GPT with
-    ``vocabulary``, whose training step is timed; 0 to time attention only. ``fp8``: "inputs" if all
-    inputs are float8, or "cache" for a float8 cache with queries of ``dtype``. With "quantize" or
-    "rotate" (quantize with the rotation), the conversion is timed. With "copy", a copy of as many
-    tensors is timed. ``head_dim_v``: the head_dim of V if it differs from ``head_dim``, else 0.
-    ``deterministic``: whether gradients must have the same bits on every run. ``label``: what the
-    problem is from, such as a model. ``softcap``: the cap of the scores, 0 for none. ``sinks``:
+    packed batch; the longest is ``seqlen_q``. ``layers``: the number of layers of a GPT, whose
+    training step is timed, or 0 to time attention only. ``vocabulary``: the size of its vocabulary.
+    ``fp8``: "inputs" if all inputs are float8, or "cache" for a float8 cache with queries of
+    ``dtype``. With "quantize" or "rotate" (quantize with the rotation), the conversion is timed.
+    With "copy", a copy of as many tensors is timed. ``head_dim_v``: the head_dim of V if it differs
+    from ``head_dim``, otherwise
+    0. ``deterministic``: whether gradients must have the same bits on every run. ``label``: where
+       the problem comes from, such as the name of a model. ``softcap``: the cap of the scores, 0
+       for none. ``sinks``:
     whether each query head has a sink, an input like the others, which gets a gradient too.
     """
 
@@ -98,12 +100,13 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Return 4·B·H·Sq·Sk·D FLOPs, half as many with a causal mask, 2.5 times as many for
-        backward.
+        """Return the number of FLOPs: 4·B·H·Sq·Sk·D for a forward, 2.5 times as many for a
+        backward. A causal mask halves this number.
 
-        One of forward's two products has head_dim D and one has V's; of backward's five products
-        three have D and two have V's. Half as many FLOPs for a causal mask is customary, although
-        it leaves out part of the diagonal. With a window, exactly the visible pairs count.
+        If V has another head_dim, it replaces D in one of the forward's two products and in two of
+        the backward's five. It is customary to halve the FLOPs for a causal mask, although this
+        leaves out part of the diagonal. With a window, exactly the visible pairs of query and key
+        count.
         """
         lengths = self.lengths or (self.seqlen_q,) * self.batch
         if self.window >= 0:
@@ -126,8 +129,8 @@ class Cell:
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes of K and V, read once; or everything that ``quantize`` or a copy reads
-        and writes."""
+        """Return the bytes of K and V, each read once. If the cell times ``quantize`` or a copy,
+        return all bytes that it reads and writes."""
         width = 4 if self.dtype == "float32" else 2
         of_keys = self.batch * self.seqlen_k * self.heads_k * (self.head_dim + self.dim_v)
         if self.fp8 in ("quantize", "rotate", "copy"):

@@ -1,6 +1,7 @@
 """Three ways to time a call: on the device with a cold cache, by graph replay, and on the host.
 
-All return seconds per call, one number per sample. None sets a clock or a power limit.
+All of them return seconds per call, one number per sample. None of them sets a clock or a power
+limit.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ def in_turns(
 ) -> dict[str, list[list[float]]]:
     """Return the samples of each call, grouped by round.
 
-    In each round, each call is sampled for about ``seconds``. The calls take turns in each round,
-    so load and clock rates affect all of them alike. Every call runs once before the first round.
+    In each round, each call is sampled for about ``seconds``. In a round, the calls take turns, so
+    load and clock rates affect all of them alike. Every call runs once before the first round.
     """
     timers = {}
     for name, call in calls.items():

@@ -1,5 +1,5 @@
-"""The conformance suite: the same cases, inputs and error bounds for every backend on every
-machine.
+"""The conformance suite. Its cases, inputs and error bounds are the same for every backend and on
+every machine.
 
 >>> report = conformance.run(backend="triton", level="quick")
 >>> report.ok

@@ -1,4 +1,5 @@
-"""Builds the inputs of a case: the call's arguments, and the same problem for the reference.
+"""Builds the inputs of a case: the arguments of the call, and the same problem in the form that the
+reference takes.
 
 The arguments of each public function and the reference's ``Call`` are both made from the same
 sequences, and never from each other, so that the conversion between them is tested, too.
@@ -35,7 +36,7 @@ _EMPTY_BATCH_ROWS = 5
 
 
 def build(case: Case) -> Inputs:
-    """Return the inputs of ``case``, with the same bytes on every machine."""
+    """Return the inputs of ``case``. Their bytes are the same on every machine."""
     parts = [sequence(case, b) for b in range(case.batch)]
     hostile.make_way(case, parts)
     builders = {"dense": _dense, "varlen": _varlen, "kvcache": _kvcache, "latent": _latent}

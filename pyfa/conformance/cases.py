@@ -1,4 +1,5 @@
-"""``Case``: one attention problem, specified by a few frozen fields. No tensors, no randomness.
+"""Defines ``Case``: one attention problem, specified by a few frozen fields, without tensors or
+randomness.
 
 A case's name contains every field that differs from the default. So two cases have the same name
 only if they are the same, and a name means the same problem in every report. The name seeds the
@@ -39,13 +40,14 @@ class Case:
 
     ``kind`` says which public function is called: "dense" (``attention``), "varlen"
     (``attention_varlen``), "kvcache" (``attention_kvcache``) or "latent" (``attention_latent``).
-    ``lengths_q`` and ``lengths_k`` are the number of query rows and keys of each sequence. In a
-    cache, keys count from the first valid one and include the appended ones. Fields that do not
-    explain themselves:
+    ``lengths_q`` and ``lengths_k`` are the numbers of query rows and of keys of each sequence. In a
+    cache, the number of keys does not include left padding, but includes the appended keys. These
+    fields need an explanation:
 
-    - ``dlse``: the gradient flows through "both" out and LSE, or through the LSE "only".
-    - ``bias``: its dimensions (one of ``BIASES``). "hidden" has all dimensions and some rows of
-      −inf; "other" has all dimensions and the 16-bit dtype that is not q's.
+    - ``dlse``: "both" if there are incoming gradients of out and of the LSE, "only" if there is one
+      of the LSE only.
+    - ``bias``: the dimensions of the bias (one of ``BIASES``). "hidden" has all dimensions and some
+      rows of −inf; "other" has all dimensions and the 16-bit dtype that is not q's.
     - ``alibi``: slopes per "heads" or per "batch" and head.
     - ``used_q``, ``used_k``: the sequences also have unused rows (``seqused_q``, ``seqused_k``).
     - ``slack``: the number of rows of a packed tensor or cache that belong to no sequence, and by
@@ -53,15 +55,15 @@ class Case:
     - ``shared``: sequences share their first page.
     - ``recipe``, ``layout``: the distribution of the values (``RECIPES``), and their memory layout
       (``LAYOUTS``).
-    - ``cache_dtype``: the dtype of k and v if it differs from q's.
+    - ``cache_dtype``: the dtype of k and v if it is not q's.
     - ``scales``: float8 scales per "tensor", per "head", or per block of this many rows.
-    - ``hostile``: a NaN or an inf among the inputs, and where (``HOSTILE``).
+    - ``hostile``: which input contains a NaN or an inf (``HOSTILE``).
     - ``score_mod``, ``mask_mod``: names in ``modifiers.py``.
     - ``captured_grad``: also compute gradients of the tensors that the score_mod captured.
-    - ``topk``: the length of each row's list of keys. Some entries list no key, some list a key
-      twice. With ``used_q`` the call also passes ``topk_lengths``.
+    - ``topk``: the length of each row's list of keys. Some entries of the list are empty, and some
+      repeat a key. With ``used_q`` the call also passes ``topk_lengths``.
     - ``block_mask``: the block size of a BlockMask with full, partial and absent blocks.
-    - ``tree``: a ``tree_mask``, one per sequence.
+    - ``tree``: the call has a ``tree_mask``, one per sequence.
     - ``head_dim_v``: for ``attention_latent``, the number of elements of a key that are its value.
     """
 
@@ -123,7 +125,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the name: unique, and stable as long as the fields keep their meaning."""
+        """Return the name. It is unique, and stays the same as long as the fields keep their
+        meaning."""
         parts = [
             f"{self.kind}-{_SHORT.get(self.dtype, self.dtype)}",
             f"b{self.batch}-q{_lengths(self.lengths_q)}-k{_lengths(self.lengths_k)}",
@@ -152,7 +155,8 @@ class Case:
 
     @property
     def features(self) -> frozenset[str]:
-        """Return the names in ``problem.FEATURES`` that a backend must declare to get this case."""
+        """Return the features (names in ``problem.FEATURES``) that a backend must declare to get
+        this case."""
         left, right = self.window or (-1, -1)
         right = 0 if self.causal and right >= -1 else right
         moved = min(left, right) < -1
@@ -233,7 +237,8 @@ class Case:
         )
 
     def flaws(self) -> list[str]:
-        """Return why this is not a valid case: combinations that have no meaning in the API."""
+        """Return why this is not a valid case: which of its fields cannot be combined in the
+        API."""
         dense, latent = self.kind == "dense", self.kind == "latent"
         cache = latent or self.kind == "kvcache"
         uneven = len(set(self.lengths_q)) > 1 or (dense and len(set(self.lengths_k)) > 1)
@@ -300,7 +305,7 @@ def packed(lengths: tuple[tuple[int, ...], tuple[int, ...]], kind: str, **option
 
 
 def case(options: Mapping[str, Any]) -> Case:
-    """Return a case; V's head_dim follows K's unless it is given."""
+    """Return a case. V's head_dim is K's unless it is given."""
     dim = options.get("head_dim", 64)
     return Case(**{"head_dim_v": dim} | dict(options))
 
@@ -318,7 +323,7 @@ def _lengths(lengths: tuple[int, ...]) -> str:
 
 
 def pick(key: str, choices: Any) -> Any:
-    """Return one of ``choices``, by the SHA-256 of ``key``: the same on every machine and
-    Python."""
+    """Return one of ``choices``, selected by the SHA-256 of ``key``. The selection is the same on
+    every machine and in every version of Python."""
     number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
     return choices[number % len(choices)]

@@ -22,8 +22,8 @@ class Comparison:
     """``same``: both reports have the same cases, and each case has the same result in both.
 
     ``differences`` maps a case to the reasons why it is not the same. ``only_a`` and ``only_b`` are
-    the cases in only one report. ``notes`` are differences of the reports as a whole. ``left_out``
-    counts cases that were not compared, by the reason.
+    the cases in only one report. ``notes`` are differences that concern the whole reports.
+    ``left_out`` counts the cases that were not compared, by reason.
     """
 
     a: str
@@ -79,8 +79,8 @@ def compare(a: Report, b: Report, *, common: bool = False) -> Comparison:
 
     A case is the same if both backends refused it, or if both results are within the bounds and
     have equal dropout bits and equal positions of −inf in the LSE. The wording of refusals is not
-    compared. With ``common`` only cases that both backends ran are compared; the others are
-    counted. A case that failed or crashed counts as run.
+    compared. With ``common``, only cases that both backends ran are compared, and the others are
+    only counted. A case that failed or crashed counts as run.
     """
     of_a = {result.name: result for result in a.results}
     of_b = {result.name: result for result in b.results}

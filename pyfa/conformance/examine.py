@@ -39,7 +39,7 @@ class Findings:
     digests: dict[str, str] = field(default_factory=dict)
 
     def require(self, name: str, holds: bool, otherwise: str) -> None:
-        """Record a check that holds or not, without an error and a bound."""
+        """Record a check that either holds or does not, without an error and a bound."""
         self.checks.append(Check(name, message="" if holds else f"{name}: {otherwise}"))
 
 
@@ -56,11 +56,12 @@ class Expected:
     that takes longer than the case itself.
 
     ``ref`` is the reference in float64, ``naive`` eager attention in the problem's dtype, and
-    ``recomputed`` the reference with the roundings that cannot be avoided (``recompute.py``). Eager
-    PyTorch has no float8: for float8 queries ``naive`` is in float32, with P rounded to as many
-    bits as float8 has, and ``recomputed`` is that of ``float8.py``. ``lse_slack`` is the error of
-    the LSE that float8 queries and rotary may cause; None for others. ``deviation`` is the standard
-    deviation of a float32 output; None for others.
+    ``recomputed`` the reference with the roundings that no kernel can avoid (``recompute.py``).
+    Eager PyTorch does not support float8. For float8 queries, ``naive`` is in float32, with P
+    rounded to as many bits as float8 has, and ``recomputed`` comes from ``float8.py``.
+    ``lse_slack`` is the error of the LSE that float8 queries and rotary embedding may cause, or
+    None in cases without these. ``deviation`` is the standard deviation of a float32 output, or
+    None for other dtypes.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -123,7 +124,8 @@ class Expected:
 
 
 def examine(expected: Expected, backend: str, where: torch.device) -> Findings:
-    """Run every check of the case. Raises what the API raises, including ``UnsupportedProblem``."""
+    """Run every check of the case. Exceptions of the API, including ``UnsupportedProblem``, are not
+    caught."""
     inputs = expected.inputs
     case = inputs.case
     found = Findings()

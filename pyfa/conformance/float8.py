@@ -5,36 +5,37 @@ exponent e of the 32 products of an instruction and the sum so far, truncates ea
 13), adds, and keeps 14 bits of the result: DeepSeek-V3 report 2024 (arXiv:2412.19437), §3.5.2;
 Zhang et al. 2024 (SageAttention2, arXiv:2411.10958), who find 13 bits behind the sum's first. Let s
 be the partial sum of a dot product, with an error of at most Δ. After n more elements of the head
-dim,
+dim, s and Δ become:
 
     s ← s + Σqk    Δ ← Δ + 2⁻¹³·(n + 1)·max(|s| + Δ, √Σ(qk)²)    then Δ ← Δ + 2⁻¹³·(|s| + Δ)
 
-Truncation changes n products and the sum by less than 2^(e − 13) each. 2^e is at most the larger of
-the sum and the largest product, and the largest product is at most the root of the sum of all
-squared products. Then the new sum is truncated by less than 2⁻¹³ of itself. Sums in 32 bits are
-also within these bounds.
+Truncation changes each of the n products, and the sum, by less than 2^(e − 13). 2^e is at most the
+larger of the sum and the largest product, and the largest product is at most the root of the sum of
+all squared products. Then truncation changes the new sum by less than 2⁻¹³ of its size. Sums in 32
+bits are also within these bounds.
 
 ``lse_slack`` is the change of a row's LSE if each of its scores is too large by its bound. This is
-the worst case: the slope of a softcap is at most 1, and the LSE is convex, so errors downwards
-change it less.
+the worst case: the slope of a softcap is at most 1, and the LSE is convex, so scores that are too
+small change it less.
 
-``recomputed_out`` is the output with two errors of such kernels put in on purpose:
+``recomputed_out`` is the output with two errors of such kernels added on purpose. They come from
+the functions ``summed`` and ``stored_p``:
 
 ``summed`` gives the scores as the matrix unit sums them. If a score is off by Δ, its P is off by a
-factor of exp(Δ). With one product of 640, all products and partial sums of a score are truncated to
-multiples of 1/16, at a head dim of 256 in 8 steps. If two keys share nearly all of a row's weight,
-P·(1 − P)·Δ of the difference of their values is the output's error, which can exceed that of P's 4
-bits.
+factor of exp(Δ). For example, if one product is 640, all products and partial sums of a score are
+truncated to multiples of 1/16 (at a head dim of 256, in 8 steps). If two keys share nearly all of a
+row's weight, the error of the output is P·(1 − P)·Δ times the difference of their values. This can
+exceed the error that P's 4 bits cause.
 
 ``stored_p`` gives P with its 4 significant bits and the range of the format: e4m3fn has subnormal
 numbers in steps of 2⁻⁹ and ends at 448, e4m3fnuz has steps of 2⁻¹⁰ and ends at 240. The largest P
 must not overflow, even if the base lags behind the maximum by a factor of 2. So it lies between
-half the format's largest number and the largest, and the step is 2⁻¹⁶·⁸ to 2⁻¹⁷·⁸ of it (e4m3fnuz:
-2⁻¹⁶·⁹ to 2⁻¹⁷·⁹). What is less than half a step becomes 0.
+half the format's largest number and that largest number, and the step is 2⁻¹⁶·⁸ to 2⁻¹⁷·⁸ of it
+(e4m3fnuz: 2⁻¹⁶·⁹ to 2⁻¹⁷·⁹). A P of less than half a step becomes 0.
 
-"The largest P" is not that of the row. A kernel that visits tiles of keys from the last to the
-first raises the base where a tile has larger scores. It multiplies what it has summed in float32,
-which loses nothing. So the P of a key is relative to the largest among the keys behind it and those
+"The largest P" is not the largest of the whole row. A kernel that visits tiles of keys from the
+last to the first raises the base when a tile has larger scores. It then scales the float32 sums,
+which loses nothing. So the P of a key is relative to the largest P among the later keys and those
 of its own tile. Tiles have up to 128 keys, as in ``recipe="sink"``. They may begin anywhere, so up
 to 127 keys before a key may be in its tile.
 """
@@ -85,8 +86,8 @@ def lse_slack(call: Call, lse: torch.Tensor) -> torch.Tensor:
 
 
 def recomputed_out(call: Call) -> torch.Tensor:
-    """Return the output in float64, but with the scores as the matrix unit sums them and with P in
-    the format of the queries."""
+    """Return the output, computed in float64 except for two steps: the scores are summed as the
+    matrix unit sums them, and P is rounded to the format of the queries."""
 
     def of_sequence(b: int) -> torch.Tensor:
         q, k = _queries_and_keys(call, b)
@@ -99,8 +100,8 @@ def recomputed_out(call: Call) -> torch.Tensor:
 
 
 def summed(q: torch.Tensor, k: torch.Tensor, bits: int = BITS) -> torch.Tensor:
-    """Return q·k, (H, rows, keys) in float64, as Hopper's matrix unit sums it: of a sum it
-    keeps the first significant bit and ``bits`` behind it. q (rows, H, D), k (keys, H, D)."""
+    """Return q·k, (H, rows, keys) in float64, as Hopper's matrix unit sums it. The unit keeps the
+    first significant bit of a sum and ``bits`` more. q is (rows, H, D), k is (keys, H, D)."""
     q, k = (x.float().permute(2, 1, 0).contiguous() for x in (q, k))  # in which 14 bits are exact
     total = q.new_zeros(q.shape[1], q.shape[2], k.shape[2])
     for begin in range(0, q.shape[0], STEP):
@@ -126,7 +127,7 @@ def round_p(p: torch.Tensor) -> torch.Tensor:
 
 
 def stored_p(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round P (H, rows, keys) to ``dtype``, each row relative to another base."""
+    """Round P (H, rows, keys) to ``dtype``, each row relative to its own base."""
     heads, rows, keys = p.shape
     behind = p.flip(-1).cummax(-1).values.flip(-1) if keys else p
     largest = behind[..., (torch.arange(keys) - (TILE - 1)).clamp(min=0)]

@@ -1,9 +1,10 @@
 """The cases of each level, and the selection of those that a backend runs.
 
-"quick" is chosen by hand: every feature alone, the pairs that interact, every head dim, tile edges,
-value recipes, memory layouts, packed batches and caches. "full" adds samples of the cross products:
-sample i of a family takes, on each axis, the choice that SHA-256 of "family/i/axis" selects. So a
-new family changes no case of another, and no sample depends on a generator's stream.
+The level "quick" is chosen by hand: every feature alone, the pairs of features that interact, every
+head dim, tile edges, value recipes, memory layouts, packed batches and caches. The level "full"
+adds families of samples from the cross products of several axes: on each axis, sample i of a family
+takes the choice that the SHA-256 of "family/i/axis" selects. So a new family does not change the
+cases of other families, and no sample depends on the stream of a random generator.
 
 A backend runs the cases whose features and dtype it declares. For each feature or dtype that it
 does not declare, it also gets the plainest case that needs it, which it must refuse.

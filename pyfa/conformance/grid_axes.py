@@ -1,4 +1,4 @@
-"""Dtypes, shapes and lengths that families of cases share, and the draw of samples."""
+"""Dtypes, shapes and lengths that families of cases share, and the function that draws samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ APPENDS: tuple[Lengths, ...] = (
 
 def draws(family: str, count: int, axes: Fields) -> Iterator[dict[str, Any]]:
     """Yield ``count`` samples. On each axis, a hash of family, sample and axis selects the choice.
-    If a choice is a mapping, its fields are added and replace those of other axes."""
+    If a choice is a mapping, its fields are added to the sample and replace those of other axes."""
     for index in range(count):
         drawn = {axis: pick(f"{family}/{index}/{axis}", axes[axis]) for axis in axes}
         more = [drawn.pop(axis) for axis in axes if isinstance(drawn[axis], Mapping)]

@@ -1,5 +1,5 @@
-"""The grid's cases of chunks, and of windows with a negative bound. Such a window excludes keys
-next to the query.
+"""The grid's cases of ``attention_chunk``, and of windows with a negative bound. Such a window
+excludes keys next to the query.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ _BANDS: tuple[Fields, ...] = (
 
 
 def quick() -> Iterator[Case]:
-    """Return cases of each limit alone, with features that it interacts with, around tile edges,
-    packed and in a cache."""
+    """Return cases of each such mask: alone, with the features that it interacts with, around tile
+    edges, packed, and in a cache."""
     for index, options in enumerate((*_ALONE, *_PAIRS)):
         gradient: Fields = {"backward": index % 8 != 4, "deterministic": index % 8 in (0, 3, 6)}
         rows, keys = _SHAPES[index % 5]
@@ -91,8 +91,8 @@ def quick() -> Iterator[Case]:
 
 
 def full() -> Iterator[Case]:
-    """Return the same cases in other shapes, dtypes and plans, and at any size with features that
-    change a plan."""
+    """Return the same cases in other shapes, dtypes and plans, and cases of random sizes with
+    features that change a plan."""
     for index, options in enumerate((*_ALONE, *_PAIRS)):
         half, other = HALF[index % 2], HALF[1 - index % 2]
         forward = {name: value for name, value in options.items() if name != "dlse"}

@@ -1,10 +1,10 @@
-"""Cases that execute machine code which no other case of their level executes.
+"""Cases that execute machine code that no other case of their level executes.
 
-``benchmarks/cover.py`` drew them at random, ran them in the emulator on the gfx942 objects in the
-wheel, and kept those that executed new instructions: ``grid_cover.jsonl``, one case per line. The
-cases of level "quick" are those that execute most instructions in the least time. With them the
-quick level executed 77 % of all instructions, without them 40 %. They take 10 s. A kernel that
-changes may need other cases. A case that is no longer needed does no harm.
+``benchmarks/cover.py`` drew cases at random, ran them in the emulator on the gfx942 objects in the
+wheel, and kept those that executed new instructions. The file ``grid_cover.jsonl`` has one of them
+per line. The cases of level "quick" are those that execute the most instructions in the least time.
+The quick level executes 77 % of all instructions with them and 40 % without them. They take 10 s. A
+kernel that changes may need other cases. A case that is no longer needed does no harm.
 """
 
 from __future__ import annotations

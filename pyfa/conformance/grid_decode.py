@@ -1,4 +1,4 @@
-"""The grid's cases of decode whose sequences end at every position of the loop over keys.
+"""The grid's cases of decode with sequences that end at every position of the loop over keys.
 
 The loop is unrolled: a wavefront has several tiles of keys in flight. The tiles left after the last
 full iteration are handled by separate code, with and without pages and score terms. So each case
@@ -46,8 +46,8 @@ _DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (72
 
 
 def quick() -> Iterator[Case]:
-    """Yield a case with one of the options (a score term, pages) for each number of row tiles and
-    dtype, and a few more."""
+    """Yield a case for each number of row tiles and each dtype, with one of the options (a score
+    term, pages), and a few more cases."""
     for index, rows in enumerate(_ROWS):
         for number, half in enumerate(HALF):
             yield _case(rows, 64, half, **_OPTIONS[2 * index + number])

@@ -1,8 +1,8 @@
 """The grid's cases of latent attention.
 
-The cache has one head, and its first elements are the values. The cases vary the rows of all heads
-(which decide how many products and workgroups a decode needs), the storage of the keys, and lists
-of keys.
+The cache has one head, and its first elements are the values. The cases vary the number of rows
+over all heads (which decides how many products and workgroups a decode needs), the storage of the
+keys, and the lists of keys.
 """
 
 from __future__ import annotations

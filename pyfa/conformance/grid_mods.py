@@ -78,7 +78,7 @@ _QUICK = ("morton_natten", "vision", "rope", "table")
 
 
 def mods(count: int) -> Iterator[Case]:
-    """Yield cases of each mod in ``count`` varying dtypes and shapes."""
+    """Yield cases of each mod with ``count`` combinations of dtype and shape."""
     for index, options in enumerate(_MODS):
         for more in range(count):
             dtype, shape = DTYPES[(index + more) % 3], SHAPES[(index + 2 * more) % 4]
@@ -96,7 +96,7 @@ def mods(count: int) -> Iterator[Case]:
 
 
 def lists(count: int) -> Iterator[Case]:
-    """Yield each block-list case in ``count`` dtypes and shapes."""
+    """Yield each block-list case with ``count`` combinations of dtype and shape."""
     for index, options in enumerate(_LISTS):
         for more in range(count):
             shape = _LISTS_SHAPES[(index + more) % 3]
@@ -112,8 +112,8 @@ def lists(count: int) -> Iterator[Case]:
 
 
 def everywhere(names: tuple[str, ...] = (*MASKS, *SCORES)) -> Iterator[Case]:
-    """Yield each mod in dense calls with pyfa's own terms and masks, in packed calls, in pages and
-    in decoding. Dtypes and shapes vary from mod to mod."""
+    """Yield each mod in dense calls with pyfa's own score terms and masks, in packed calls, with
+    pages and in decode. Dtypes and shapes vary from mod to mod."""
     for number, name in enumerate(names):
         mod: Fields = {"mask_mod" if name in MASKS else "score_mod": name}
         for index, options in enumerate(_DENSE_WITH):
@@ -129,7 +129,7 @@ def everywhere(names: tuple[str, ...] = (*MASKS, *SCORES)) -> Iterator[Case]:
 
 
 def quick() -> Iterator[Case]:
-    """Yield one case each of a few mods of ``everywhere``."""
+    """Yield one case of ``everywhere`` for each of a few mods."""
     for number, name in enumerate(_QUICK):
         cases = [case for case in everywhere((name,)) if case.backward]
         yield cases[2 * number % len(cases)]

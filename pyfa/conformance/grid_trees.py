@@ -29,8 +29,8 @@ _OPTIONS: tuple[Fields, ...] = (
 
 
 def quick() -> Iterator[Case]:
-    """Yield each option once, cycling through the lengths, and cases with new keys and a float8
-    cache."""
+    """Yield one case for each option, with the lengths in turn, and cases with new keys and a
+    float8 cache."""
     for index, options in enumerate(_OPTIONS):
         yield _tree(index, dtype=DTYPES[index % 3], **options)
     yield _tree(2, window=(-2, 64), dtype="bfloat16")
@@ -39,7 +39,8 @@ def quick() -> Iterator[Case]:
 
 
 def full() -> Iterator[Case]:
-    """Yield each option with all lengths, and random draws of what changes a plan."""
+    """Yield each option with all lengths, and random combinations of the features that change a
+    plan."""
     for shape in range(len(_LENGTHS)):
         for index, options in enumerate(_OPTIONS):
             yield _tree(shape, dtype=HALF[(shape + index) % 2], **options)

@@ -1,9 +1,9 @@
 """The grid's cases of head dims above 256: up to 576 for q and k, up to 512 for v.
 
 They vary whether q and k, v, or all of them have more than 256 elements, and how many rows there
-are (tiles of 8 to 64 rows, of one head or of all heads of a group). They also vary what only
-kernels for such head dims have: halves of V, fewer keys at a time, and padding up to the head_dim
-that the kernel is compiled for.
+are (tiles of 8 to 64 rows, of one head or of all heads of a group). They also cover what only
+kernels for such head dims do: compute V in halves, process fewer keys at a time, and pad to the
+head_dim that the kernel is compiled for.
 """
 
 from __future__ import annotations

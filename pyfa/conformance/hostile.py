@@ -1,17 +1,18 @@
-"""NaN and inf among the inputs: the results that they must reach, and the results that they may
-reach.
+"""NaN and inf among the inputs: the results that they must affect, and the results that they may
+affect.
 
-``Case.hostile`` is "q=nan" or similar: one element of q, k or v, which half of the rows see if
-there is a mask. Or it is "padding=inf", which replaces the NaN around every tensor. The reference
-is computed without the element. This module defines its effect, as the guide does under "NaN and
-inf":
+``Case.hostile`` may be "q=nan" or similar: one element of q, k or v is then NaN or inf, and half of
+the rows see it if there is a mask. Or it is "padding=inf": inf then replaces the NaN around every
+tensor. The reference is computed without the hostile element. This module defines the element's
+effect, as the guide does under "NaN and inf":
 
 - a row that sees a NaN in q or k has NaN in its output and its LSE. A score of +inf counts as NaN,
   a score of −inf as masked. So if all scores of a row are −inf, its LSE is its sink, if there is
   one;
 - a NaN in v gives NaN in that element of the output, in every row that sees the key. Other rows of
-  the sequence with the same KV head may have NaN there (0 · NaN). An LSE never has. An inf in v has
-  the same effect, possibly as NaN: kernels read the last key in place of keys missing in its tile;
+  the sequence with the same KV head may have NaN there (0 · NaN). The NaN does not change the LSE.
+  An inf in v has the same effect, as inf or as NaN, because kernels read the last key in place of
+  keys that are missing in its tile;
 - if a row sees a NaN, its gradients are NaN, and so are those of the keys that it sees. Gradients
   of the sequence's other rows and keys with the same KV head may be NaN.
 """
@@ -29,15 +30,16 @@ from .inputs import Inputs, Placed, Sequence
 
 
 class Marks(NamedTuple):
-    """Marks for one result: which elements must be ``value``, and which may be anything."""
+    """Marks for one result: which elements must have the value ``value``, and which may have any
+    value."""
 
     must: torch.Tensor
     value: float
     free: torch.Tensor
 
     def put(self, x: torch.Tensor, ref: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x and ref for the comparison: ref with ``value`` where it must be, and x equal to
-        ref where it may be anything."""
+        """Return x and ref, changed for the comparison: ref has ``value`` where x must have it, and
+        x equals ref where x may have any value."""
         must = self.must.reshape(ref.shape)
         ref = torch.where(must, self.value, ref)
         x, taken = x.reshape(ref.shape), self.free.reshape(ref.shape)
@@ -67,8 +69,8 @@ def _place(case: Case) -> _Place:
 
 
 def make_way(case: Case, parts: list[Sequence]) -> None:
-    """Make the elements that an inf of q or k is multiplied by positive, so that all scores with
-    it have the same sign."""
+    """If q or k has an inf, make the elements by which it is multiplied positive, so that all
+    scores with the inf have the same sign."""
     if not case.hostile.startswith(("q=", "k=")) or "inf" not in case.hostile:
         return
     place = _place(case)
@@ -77,7 +79,7 @@ def make_way(case: Case, parts: list[Sequence]) -> None:
 
 
 def poisoned(case: Case, parts: list[Sequence]) -> list[Sequence]:
-    """Return the sequences with the hostile element."""
+    """Return the sequences, with the hostile element in one of them."""
     if case.hostile.startswith("padding"):
         return parts
     place = _place(case)
@@ -87,7 +89,7 @@ def poisoned(case: Case, parts: list[Sequence]) -> list[Sequence]:
 
 
 def pad_with_inf(placed: Placed) -> Placed:
-    """Return the tensor with inf instead of NaN in its rows that no sequence owns."""
+    """Return the tensor with inf instead of NaN in the rows that belong to no sequence."""
     result = dataclasses.replace(placed, buffer=placed.buffer.clone())
     view = result.view()
     view.masked_fill_(view.isnan(), math.inf)
@@ -95,8 +97,8 @@ def pad_with_inf(placed: Placed) -> Placed:
 
 
 def marks(inputs: Inputs) -> dict[str, Marks]:
-    """Return, for each result by name (out, lse, dq, …), which elements the hostile element must
-    or may change; empty if the case has none."""
+    """Return, for each result by name (out, lse, dq, …), which elements the hostile element must or
+    may change. The mapping is empty if the case has no hostile element."""
     case, spec = inputs.case, inputs.spec
     if not case.hostile or case.hostile.startswith("padding"):
         return {}

@@ -1,13 +1,15 @@
 """The tensors of a case: values from raw PCG64 integers, laid out with NaN all around them.
 
-numpy freezes the raw output of its bit generators, not the streams of ``normal`` or ``integers``.
-So only ``PCG64.random_raw`` is used: each 64-bit word gives four 16-bit integers, and the sum s of
-four such integers (Irwin–Hall) becomes (s − 131070) · √3 / 65536: mean 0, variance 1, |x| ≤ 2√3.
-Everything is exact or IEEE-rounded once, and then rounded once to the problem's dtype.
+numpy guarantees that the raw output of its bit generators never changes, but does not guarantee
+this for ``normal`` or ``integers``. So only ``PCG64.random_raw`` is used: each 64-bit word gives
+four 16-bit integers, and the sum s of four such integers (Irwin–Hall) becomes x = (s − 131070) · √3
+/ 65536, with mean 0, variance 1 and |x| ≤ 2√3. Each step is exact or IEEE-rounded once, and the
+value is then rounded once to the problem's dtype.
 
-Tensors are views of buffers of 0xFF bytes, which is NaN in every float dtype (−240 in
-float8_e4m3fnuz). Everything outside a tensor's valid region (guards, gaps between strides, rows
-beyond a sequence, unused pages, left padding) stays NaN. A change there is a write out of bounds.
+Tensors are views of buffers that are filled with 0xFF bytes. Such bytes are NaN in every float
+dtype (but −240 in float8_e4m3fnuz). Everything outside a tensor's valid region (guards, gaps
+between strides, rows beyond a sequence, unused pages, left padding) stays NaN. If such an element
+changes, a kernel wrote out of bounds.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _GUARD_BYTES = 64
 
 
 def near_normal(key: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return float64 values of ``shape``, mean 0 and variance 1, seeded by ``key``."""
+    """Return float64 values of ``shape`` with mean 0 and variance 1, seeded by ``key``."""
     count = int(np.prod(shape, dtype=np.int64))
     words = _raw(key, count).astype(np.uint64)
     total = np.zeros(count, np.int64)
@@ -45,7 +47,7 @@ def integers(key: str, count: int, below: int) -> list[int]:
 
 
 def permutation(key: str, count: int) -> list[int]:
-    """Return 0 … count−1 in the order of ``key``'s raw words."""
+    """Return the integers 0 to count − 1, in the order of the raw words that ``key`` seeds."""
     return [int(place) for place in np.argsort(_raw(key, count), kind="stable")]
 
 
@@ -56,7 +58,7 @@ def _raw(key: str, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 @dataclass(frozen=True)
 class Placed:
-    """A strided tensor inside a buffer of bytes; the buffer is what is copied between devices."""
+    """A strided tensor inside a buffer of bytes. The whole buffer is copied between devices."""
 
     buffer: torch.Tensor
     dtype: torch.dtype
@@ -74,9 +76,10 @@ def place(values: torch.Tensor, dtype: torch.dtype, layout: str) -> Placed:
     """Round ``values`` (…, heads, dim) to ``dtype``, into a buffer of NaN with the given
     ``layout``.
 
-    The layouts: "contiguous"; "strided": gaps after every row, head and sequence, all multiples of
-    16 bytes; "heads_first": the memory order is (…, heads, rows, dim); "unaligned": dense, but one
-    element off 16 bytes; "gapped": every second element along the last dimension.
+    The layouts are: "contiguous"; "strided", with gaps after every row, head and sequence, all
+    multiples of 16 bytes; "heads_first", with the memory order (…, heads, rows, dim); "unaligned",
+    dense, but starting one element after an address that is aligned to 16 bytes; "gapped", in every
+    second element along the last dimension.
     """
     shape = tuple(values.shape)
     unit = 16 // dtype.itemsize
@@ -112,13 +115,13 @@ class Inputs:
     ``placed`` holds the float tensors of the call by argument name, ``others`` its integer tensors
     and scalars. ``spec`` is the same problem for the reference, in float64 and rounded as the
     semantics require; ``naive`` differs from ``spec`` only in the precision of rotary. ``unsure``
-    has, in place of q and k, one ulp for each element that may be rounded either way after rotary,
-    and 0 elsewhere (``rotary.py``). ``dout`` and ``dlse`` are the incoming gradients.
-    ``cache_after`` holds the caches' expected buffers after an append; with rotary,
-    ``rotated_rows`` marks k's elements that hold a rotated value. ``sequences`` holds q, k and v of
-    each sequence. ``marks`` is the effect of a hostile element (``hostile.Marks`` by result), which
-    ``spec`` does not contain. ``score_size`` and ``product_size`` are the largest |score| and the
-    largest scale·Σ|q||k|, with all other terms.
+    has tensors of the shapes of q and k, with one ulp for each element that may be rounded either
+    way after rotary, and 0 elsewhere (``rotary.py``). ``dout`` and ``dlse`` are the incoming
+    gradients. ``cache_after`` holds the expected contents of the caches' buffers after an append;
+    with rotary, ``rotated_rows`` marks k's elements that hold a rotated value. ``sequences`` holds
+    q, k and v of each sequence. ``marks`` is the effect of a hostile element on each result
+    (``hostile.Marks``); ``spec`` does not contain this element. ``score_size`` and ``product_size``
+    are the largest |score| and the largest scale·Σ|q||k|, both including all other score terms.
     """
 
     case: Case
@@ -213,8 +216,8 @@ def _dominate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 
 def mod_slope(call: Call, b: int, score: torch.Tensor) -> torch.Tensor:
-    """Return the slope of the score_mod at the scores (H, rows, keys) of sequence ``b``; 1 without
-    one."""
+    """Return the slope of the score_mod at the scores (H, rows, keys) of sequence ``b``, or 1 if
+    there is no score_mod."""
     slope = mods.of(call.mods).slope if call.mods else None
     if slope is None:
         return torch.ones_like(score)
@@ -224,8 +227,8 @@ def mod_slope(call: Call, b: int, score: torch.Tensor) -> torch.Tensor:
 
 
 def score_sizes(parts: list[Sequence], call: Call) -> tuple[float, float]:
-    """Return the largest |score| and the largest scale·Σ|q||k|, both with the ALiBi and bias
-    terms. Each is multiplied by the slope of a score_mod where that is more than 1."""
+    """Return the largest |score| and the largest scale·Σ|q||k|, both with the ALiBi and bias terms.
+    Each is multiplied by the slope of a score_mod where this slope is more than 1."""
     score = product = 0.0
     added = 0.0
     if call.bias is not None and call.bias.is_floating_point() and call.bias.numel():
@@ -258,8 +261,9 @@ def score_sizes(parts: list[Sequence], call: Call) -> tuple[float, float]:
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, style: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate x (S, H, D) by ``positions`` (S,): in float64 and in float32, both rounded to x's
-    dtype. Also return the ulp of the elements that may be rounded either way (``rotary.py``).
+    """Return x (S, H, D), rotated by ``positions`` (S,) once in float64 and once in float32, both
+    rounded to x's dtype. Also return the ulp of the elements that may be rounded either way
+    (``rotary.py``).
 
     The products and the cache use the problem's dtype, so the rounding after rotary is part of the
     semantics; the precision of the rotation itself is not.

@@ -1,7 +1,7 @@
 """The score_mods and mask_mods of the cases, with the tensors that they capture.
 
-Each is made for a case and a device: a function as a user writes it. Its tables are filled by
-``inputs.integers`` and ``near_normal`` from the case's name.
+Each of them is made for a case and a device, and is a function as a user would write it.
+``inputs.integers`` and ``inputs.near_normal`` fill its tables, seeded by the case's name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .tables import Tables as _Tables
 
 
 def mods_of(case: Case, where: torch.device) -> dict[str, Mod]:
-    """Return ``score_mod`` and ``mask_mod`` of ``case``, if it has them. The mask_mod of a case
-    with a block_mask computes the same mask."""
+    """Return the ``score_mod`` and the ``mask_mod`` of ``case``, if it has them. If the case has a
+    block_mask, the mask_mod computes the same mask."""
     made: dict[str, Any] = {}
     tables = _Tables(case, where)
     if case.score_mod:
@@ -36,8 +36,8 @@ def captured_by(
     made: dict[str, Any], where: torch.device, grad: bool
 ) -> tuple[str, dict[str, torch.Tensor], list[str]]:
     """Return the digest of the mods that ``mods_of`` made, the captured tensors by field, and the
-    fields that get a gradient. With ``grad`` these are all floating-point tensors that the
-    score_mod captured."""
+    fields that get a gradient. With ``grad``, these are the fields of all floating-point tensors
+    that the score_mod captured."""
     given = {"score_mod": None, "mask_mod": None, **made}
     digest, captured = mods.resolve(**given, device=where)
     if grad:
@@ -51,8 +51,8 @@ def captured_by(
 
 
 def arguments_of(case: Case, where: torch.device) -> dict[str, Any]:
-    """Return the arguments ``score_mod``, ``mask_mod`` and ``block_mask`` of ``case``; only those
-    that it has."""
+    """Return those of the arguments ``score_mod``, ``mask_mod`` and ``block_mask`` that ``case``
+    has."""
     made: dict[str, Any] = mods_of(case, where)
     if case.block_mask:
         del made["mask_mod"]

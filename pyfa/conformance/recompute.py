@@ -1,23 +1,23 @@
 """The effect, in float64, of the roundings that no fused kernel can avoid: part (c) of the rule in
 ``tolerances.py``.
 
-A fused forward stores the output in its dtype and the LSE in float32, and sums its dot products in
-any order. Backward recomputes P = exp(s' − L), and computes δ = rowsum(dO∘O') from the stored
-output. In 16 bits that is the exact output, rounded. In float32 the sum of P·V over the keys has a
-larger error than the last rounding, and O' is the output of eager attention. Here these few
-quantities are changed by their rounding, and all else stays in float64. The changes are expressed
-by the reference's own arguments:
+A fused forward stores the output in the output's dtype and the LSE in float32, and sums dot
+products in any order. The backward recomputes P = exp(s' − L), and computes δ = rowsum(dO∘O') from
+the stored output O'. In 16 bits, O' is here the exact output, rounded. In float32 the sum of P·V
+over the keys has a larger error than the last rounding, so O' is the output of eager attention.
+This module changes these few quantities by their rounding errors, and leaves everything else in
+float64. The changes are expressed by the reference's own arguments:
 
-- a score moved by E is a bias of E;
-- P of a row scaled by r, as exp(s' − L) is for an L that is not that of s', is dO and dLSE scaled
+- to move a score by E, it adds a bias of E;
+- to scale P of a row by r (as in exp(s' − L), where L is not the LSE of s'), it scales dO and dLSE
   by r, because P enters the gradients only as P∘(dO·Vᵀ − δ + dLSE) and as Pᵀ·dO;
-- δ moved by ε is a dLSE of −ε.
+- to move δ by ε, it adds −ε to dLSE.
 
-``out_deviation`` is part (h): the standard deviation of each element of a float32 output that
-results from independent roundings. The error of a rounding to nearest is spread evenly over an ulp,
-so its standard deviation is ulp/√12. An ulp is 2⁻²³/m of a value with mantissa m, 1 ≤ m < 2. Where
-values are spread evenly in their logarithm, the mean of m⁻² is 3/(8·ln 2): the deviation is
-√(3/(8·ln 2)/12)·2⁻²³ = 0.425·2⁻²⁴ of the value.
+``out_deviation`` is part (h) of the rule: the standard deviation of each element of a float32
+output that results from independent roundings. The error of a rounding to nearest is spread evenly
+over an ulp, so its standard deviation is ulp/√12. Relative to a value with mantissa m, 1 ≤ m < 2,
+an ulp is 2⁻²³/m. Where values are spread evenly in their logarithm, the mean of m⁻² is 3/(8·ln 2):
+the deviation is √(3/(8·ln 2)/12)·2⁻²³ = 0.425·2⁻²⁴ of the value.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class InOrder(NamedTuple):
 
 
 def in_order(inputs: Inputs) -> list[InOrder] | None:
-    """Return the errors of the scores of all sequences; None if q is not float32."""
+    """Return the errors of the scores of all sequences, or None if q is not float32."""
     call = inputs.spec
     if call.q.dtype != torch.float32:
         return None
@@ -53,11 +53,12 @@ def in_order(inputs: Inputs) -> list[InOrder] | None:
 
 
 def recomputed_out(inputs: Inputs, scores: list[InOrder] | None) -> torch.Tensor | None:
-    """Return a second reference output in float64, with one error of the kernels put in on purpose.
+    """Return a second reference output in float64, to which one error of the kernels is added on
+    purpose.
 
-    For float32 inputs it is computed from perturbed scores. For 16-bit inputs it is None, because
-    an error of 1e-6 in a score is negligible compared with the rounding of P and of the output. For
-    float8 queries see ``float8.py``.
+    For float32 inputs, this output is computed from perturbed scores. For 16-bit inputs it is None,
+    because an error of 1e-6 in a score is negligible compared with the rounding of P and of the
+    output. For float8 queries see ``float8.py``.
     """
     if scores is None:
         return None
@@ -73,8 +74,8 @@ def recomputed_gradients(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """Return the reference's gradients with these roundings. ``out`` and ``lse`` are the
-    reference's own; ``stored`` is the output from which backward starts."""
+    """Return the reference's gradients, changed by these roundings. ``out`` and ``lse`` are the
+    reference's own results; ``stored`` is the output from which the backward starts."""
     stored, dout = stored.double(), dout.double()
     epsilon = (dout * (stored - out)).sum(-1)
     # δ meets dP in dP − δ, and the two were not summed in the same order: what the roundings of Dv
@@ -98,11 +99,11 @@ def recomputed_gradients(
 
 
 def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:
-    """Return the standard deviation of each element of a float32 output, from the roundings of the
-    scores and of the sums over the keys, all in order.
+    """Return the standard deviation of each element of a float32 output. It results from the
+    roundings of the scores and of the sums over the keys, all summed in order.
 
-    A score moved by e moves the output by P·e·(v − O). The sums of P·V and of P have the roundings
-    of their terms and partial sums.
+    A score moved by e moves the output by P·e·(v − O). The sums of P·V and of P contain the
+    rounding errors of their terms and partial sums.
     """
     call, found = inputs.spec, []
     for b, (q, k, v) in enumerate(inputs.sequences):
@@ -136,8 +137,9 @@ def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:
 
 
 def error_in_order(inputs: Inputs) -> float:
-    """Return the largest error of a float32 score whose q is multiplied by the scale first, as
-    eager attention does, and whose products are then added in order; 0 for other dtypes.
+    """Return the largest error of a float32 score that is computed as in eager attention: q is
+    first multiplied by the scale, and the products are then added in order. For other dtypes,
+    return 0.
 
     If the products are equal, the roundings of their sum are not independent.
     """
@@ -192,7 +194,8 @@ def _in_order(
 
 
 def slope_of(call: Call, b: int, scaled: torch.Tensor) -> torch.Tensor:
-    """Return the slope of the softcap and the score_mod at these scaled q·k."""
+    """Return the slope of the softcap and the score_mod together, at the scaled q·k in
+    ``scaled``."""
     if not call.softcap:
         return mod_slope(call, b, scaled)
     # The cap flattens what comes through it.

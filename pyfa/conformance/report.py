@@ -1,4 +1,5 @@
-"""The results of a run: status, errors and digests of each case; as JSON, JUnit XML and a table."""
+"""The results of a run: status, errors and digests of each case. They can be written as JSON, as
+JUnit XML and as a table."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ PASSED, FAILED, REFUSED, CRASHED = STATUSES = ("passed", "failed", "refused", "c
 @dataclass(frozen=True)
 class CaseResult:
     """The result of one case: its status, the errors and bounds of every check, digests, and the
-    reasons of a refusal or a traceback.
+    reasons for a refusal or a traceback.
 
-    ``digests``: SHA-256 of "inputs", of the "dropout" bits and of the "lse" pattern of −inf.
+    ``digests``: the SHA-256 of the inputs ("inputs"), of the dropout bits ("dropout") and of the
+    positions of −inf in the LSE ("lse").
     """
 
     name: str
@@ -53,8 +55,8 @@ class CaseResult:
 class Report:
     """All results of one backend at one level, and the environment.
 
-    ``coverage`` (emulator only): by kernel, the code objects that ran, their instructions, and how
-    many of these were executed.
+    ``coverage`` (emulator only): for each kernel, the number of code objects that ran, the number
+    of their instructions, and how many of these were executed.
     """
 
     backend: str
@@ -66,7 +68,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Return whether some case passed and none failed or crashed."""
+        """Return whether at least one case passed and none failed or crashed."""
         counts = self.counts()
         return counts[PASSED] > 0 and counts[FAILED] == counts[CRASHED] == 0
 
@@ -74,7 +76,8 @@ class Report:
         return Counter(result.status for result in self.results)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for strict JSON. ``schema`` rises when a field changes its meaning."""
+        """Return plain data for strict JSON. The number ``schema`` increases when a field changes
+        its meaning."""
         counts = self.counts()
         data = {
             "schema": SCHEMA,
@@ -95,7 +98,8 @@ class Report:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def save_junit(self, path: str | Path) -> None:
-        """Write JUnit XML: refusals are skipped tests, wrong results failures, crashes errors."""
+        """Write JUnit XML. Refused cases become skipped tests, wrong results become failures, and
+        crashes become errors."""
         ElementTree.ElementTree(self._junit()).write(path, encoding="utf-8", xml_declaration=True)
 
     def _junit(self) -> ElementTree.Element:
@@ -129,7 +133,8 @@ class Report:
         return suite
 
     def print(self, console: Console | None = None, failures: int = 20) -> None:
-        """Print a row per feature, then the first ``failures`` cases that failed and why."""
+        """Print a row per feature. Then print the first ``failures`` cases that failed, and why
+        they failed."""
         console = console or Console()
         console.print(self._table())
         if self.coverage:
@@ -196,8 +201,8 @@ def _summary(name: str, results: Iterable[CaseResult]) -> tuple[str, ...]:
 
 
 def load(path: str | Path) -> Report:
-    """Read the output of ``save_json``. Raises ``ValueError`` for other files and other schema
-    versions."""
+    """Read a file that ``save_json`` wrote. Raises ``ValueError`` for other files and for other
+    schema versions."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

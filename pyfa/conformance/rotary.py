@@ -1,17 +1,17 @@
-"""The error of the LSE that rotary embedding may cause in 16 and 8 bits: elements that are rounded
-the other way.
+"""The error of the LSE that rotary embedding may cause in 16 and 8 bits, because an element may be
+rounded to either of two neighbors.
 
 Rotation in float32 rounds two products and their sum, fused or not: a·c − b·s is off by at most
-2⁻²⁴·(|ac| + |bs|) in the products and as much in the sum, e = 2⁻²³·(|ac| + |bs|) in all. Then it is
-rounded to the dtype of q or of the cache. Where both exact − e and exact + e are rounded to one
-number, every kernel has that number. Elsewhere the exact value is so close to a tie that a kernel
-may have either neighbor: a whole ulp of q's dtype for an error of e. With normally distributed
-values, this is one element in 4,200 in bfloat16, and one in 650 in float16.
+2⁻²⁴·(|ac| + |bs|) in the products and as much in the sum, e = 2⁻²³·(|ac| + |bs|) in all. The result
+is then rounded to the dtype of q or of the cache. Where exact − e and exact + e are rounded to the
+same number, every kernel has that number. Elsewhere the exact value is so close to a tie that a
+kernel may have either neighbor, and an error of e becomes a whole ulp of q's dtype. With normally
+distributed values, this is one element in 4,200 in bfloat16, and one in 650 in float16.
 
-``unsure`` is this ulp for the elements near a tie, and 0 for all others. A score is off by at most
-Σ(u_q·|k| + |q|·u_k + u_q·u_k). ``lse_slack`` is the change of a row's LSE if each of its scores is
-too large by this bound: the worst case, as in ``float8.py``. If neither a row nor its keys have an
-element near a tie, the row has no slack.
+``unsure`` is this ulp for the elements near a tie, and 0 for all others. If u_q and u_k are these
+values for q and k, a score is off by at most Σ(u_q·|k| + |q|·u_k + u_q·u_k). ``lse_slack`` is the
+change of a row's LSE if each of its scores is too large by this bound. This is the worst case, as
+in ``float8.py``. If neither a row nor its keys have an element near a tie, the row has no slack.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .recompute import with_moved_scores
 
 def lse_slack(call: Call, unsure: Call, lse: torch.Tensor) -> torch.Tensor:
     """Return how far a kernel's LSE may be from each element of ``lse``, the exact LSE of ``call``
-    (float64). ``unsure`` has the ulps in place of q and k."""
+    (float64). ``unsure`` has these ulps, in tensors of the shapes of q and k."""
 
     def of_sequence(b: int) -> torch.Tensor:
         q, k, _ = reference.operands(call, b)

@@ -36,11 +36,12 @@ def run(
 ) -> Report:
     """Run the conformance cases on ``backend``, on its own device, and return the report.
 
-    By default the backend is the first in the automatic order that is ready. ``level`` is "quick"
-    or "full". ``features`` keeps only the cases that need one of these features; ``max_seqlen``
-    shortens longer sequences to this length, for slow backends. ``orders`` (emulator only): a case
-    whose kernels add floats by atomics runs this many times, each time with a different order of
-    the atomics. ``on_progress(done, total, case_name)`` is called before each case.
+    By default, ``backend`` is the first backend in the automatic order that can run on this
+    machine. ``level`` is "quick" or "full". ``features`` keeps only the cases that need one of
+    these features; ``max_seqlen`` shortens longer sequences to this length, for slow backends.
+    ``orders`` (emulator only): a case whose kernels add floats by atomics runs this many times,
+    each time with a different order of the atomics. ``on_progress(done, total, case_name)`` is
+    called before each case.
 
     Raises ``ValueError`` for names that do not exist, and ``RuntimeError`` if the backend cannot
     run on this machine. Errors in a case are recorded in the report.
@@ -113,9 +114,11 @@ def run_case(
     expected: Expected | None = None,
     orders: int = 1,
 ) -> CaseResult:
-    """Run one case, and catch every error. ``expected``: its expected results, if known already.
+    """Run one case, and catch every error. ``expected``: the case's expected results, if they are
+    known already.
 
-    With ``orders``, as in ``run``, the result has each check's worst error of all orders.
+    With ``orders`` (as in ``run``), the result has, for each check, the worst error over all
+    orders.
     """
     begin = time.perf_counter()
     undeclared = sorted(case.features - implementation.FEATURES)
@@ -195,8 +198,8 @@ def device_of(backend: str) -> torch.device:
 
 
 def environment(implementation: Backend, where: torch.device) -> dict[str, Any]:
-    """Return versions, device and driver, and the digests of the backend's kernels if it reports
-    them."""
+    """Return the versions, the device and the driver, and the digests of the backend's kernels if
+    the backend reports them."""
     facts = device.of(where)
     found: dict[str, Any] = {
         "pyfa": __version__,
@@ -215,8 +218,9 @@ def environment(implementation: Backend, where: torch.device) -> dict[str, Any]:
 
 
 def coverage_of(implementation: Backend) -> dict[str, dict[str, int]]:
-    """Return, by kernel, how many code objects ran in this process, how many instructions they
-    have, and how many of these were executed; empty for a backend without this data."""
+    """Return, for each kernel, how many code objects ran in this process, how many instructions
+    they have, and how many of these were executed. The mapping is empty for a backend without this
+    data."""
     coverage: Any = getattr(implementation, "coverage", None)
     if coverage is None:
         return {}

@@ -13,7 +13,7 @@ Mod = Callable[..., torch.Tensor]
 
 
 class Tables:
-    """The tables of a case: made on the CPU, moved to the device of the call."""
+    """The tables of a case. They are made on the CPU and moved to the device of the call."""
 
     def __init__(self, case: Case, where: torch.device) -> None:
         self.case, self.where = case, where

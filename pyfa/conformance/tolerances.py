@@ -1,10 +1,10 @@
-"""The one rule that bounds the error of every result. There is no other tolerance.
+"""The rule that bounds the error of every result. No other tolerance is used.
 
 ref is the reference in float64 on the same inputs. naive is the same formula computed by eager
-PyTorch in the problem's own dtype. Its error is the yardstick: a kernel may round differently from
-eager PyTorch, but must not be much worse. First, NaN and ±inf must be at the same positions as in
-ref. Then these bounds apply to the finite rest of the output and of each gradient, with the ulp of
-the tensor's dtype at max|ref|:
+PyTorch in the problem's own dtype. The error of naive is the yardstick: a kernel may round
+differently from eager PyTorch, but must not be much worse. First, NaN and ±inf must be at the same
+positions as in ref. Then these bounds apply to the other, finite elements of the output and of each
+gradient (one ulp is that of the tensor's dtype at max|ref|):
 
     max |x − ref|   ≤ f · max |naive − ref| + 4 ulp        f = 2, and 3 for gradients and softcap
     mean |x − ref|  ≤ 1.5 · mean yardstick
@@ -18,13 +18,13 @@ fail.
 L by at most 2⁻²⁴·|L|. Because dP/P = −dL, this changes every P of the row by the same relative
 amount, and with P every term of the gradient sums. naive keeps its probabilities and does not have
 this error. The bounds of gradients therefore get an additional 2⁻²⁴·max|L|, times max|ref| for the
-maximum and times mean|ref| for the mean. This is negligible for 16-bit types (|L| = 16 gives 1e-6)
-and about as large as the rest for float32.
+maximum and times mean|ref| for the mean. For 16-bit dtypes this term is negligible (|L| = 16 gives
+1e-6). For float32 it is about as large as the rest of the bound.
 
 (c) A kernel has two errors that naive may not have. First, it sums float32 products in its own
-order, and no order is the right one: with few rows, for example, naive sums in 64 lanes. Second,
-backward computes δ = rowsum(dO∘O) from the output as forward stored it, so in dP − δ the errors of
-the two terms differ. naive computes both terms from one product.
+order, and no order is the only correct one: with few rows, for example, naive sums in 64 lanes.
+Second, backward computes δ = rowsum(dO∘O) from the output as forward stored it, so in dP − δ the
+errors of the two terms differ. naive computes both terms from one product.
 
 ``recompute.py`` therefore computes a second float64 result that contains these errors: δ comes from
 the stored output and, for float32, each score has the error of a sum in order. The yardstick, for
@@ -34,9 +34,9 @@ that sees one key, sinks, a bias per row). For float32, ``recompute.py`` gives t
 error of eager attention: summing over the keys adds more than the last rounding (9 times as much
 with 270 equal keys). See also (h).
 
-A 16-bit gradient has two independent errors: one from the rounding of P and dS (in naive), one from
-δ. The yardstick of its mean is the root of the sum of their squares. (If scores are equal, the two
-errors are about equal, and each alone would be 1.4 times too small.)
+A 16-bit gradient has two independent errors: one from the rounding of P and dS (which naive has,
+too), and one from δ. The yardstick of its mean is the root of the sum of their squares. (If scores
+are equal, the two errors are about equal, and each alone would be 1.4 times too small.)
 
 (d) In float32 all elements of a row share the errors of the row's scores. A mean over n rows of D
 elements is therefore a mean of n independent numbers, not of n·D. The mean of n half-normal errors
@@ -62,16 +62,17 @@ inputs and rounds P to float8's 4 significant bits, however small P is. A kernel
 units has three more errors. The yardstick, for maximum and mean, is the larger of naive's error and
 the error of ``float8.recomputed_out``, which contains all three:
 
-- *The base.* Where a row sees one key, or hardly more, naive's P is exact. A kernel's P is exact,
-  too, if its base (the number that it subtracts from the scores) is the row's maximum. But a base
-  may lag behind the maximum, and scales per block of V multiply P. Then the largest P is rounded
-  like any other, by 2⁻⁶ to 2⁻⁵ of itself on average. As in (a), an exact yardstick would be a
-  matter of chance, so P is rounded relative to another base in each row, spread evenly from 1 to 2.
+- *The base.* Where a row sees only one key, or where one key has nearly all of its weight, naive's
+  P is exact. A kernel's P is exact, too, if its base (the number that it subtracts from the scores)
+  is the row's maximum. But a base may lag behind the maximum, and scales per block of V multiply P.
+  Then the largest P is rounded like any other, by 2⁻⁶ to 2⁻⁵ of itself on average. As in (a), an
+  exact yardstick would be a matter of chance, so P is rounded relative to another base in each row,
+  spread evenly from 1 to 2.
 - *The range.* A P becomes 0 if it is less than about 2⁻¹⁸ (2⁻¹⁷·⁸ to 2⁻¹⁸·⁸) of the largest P in
   its tile of 128 keys or in any later tile. Tiles may begin anywhere, so this is the largest among
-  the later keys and the 127 keys before it. If the value of the largest P is 0, nothing of the
-  output may be left. A kernel that loses larger probabilities, or those of tiles after that of the
-  largest P, fails.
+  the later keys and the 127 keys before it. If the value vector that belongs to the largest P is 0,
+  the whole output may become 0. A kernel that loses larger probabilities, or those of tiles after
+  that of the largest P, fails.
 - *The sums.* The matrix unit keeps 14 bits of a sum of products. If a row sees two keys and their
   scores are several hundred, this may change P by more than rounding to 4 bits does.
 
@@ -82,9 +83,9 @@ with 16-bit queries are compared with eager attention in the queries' dtype.
 (g) A GPU may replace numbers below 2⁻¹²⁶, the smallest normal float32, by 0. Both bounds therefore
 get an additional 2⁻¹²⁶.
 
-(h) A float32 output: naive's error may be too small as a yardstick. With few rows it may be small
-by chance. And naive sums over the keys in several lanes, while a kernel sums in order: with
-head_dim 1 and 75 keys, the kernel's mean error is twice naive's. ``recompute.out_deviation``
+(h) For a float32 output, naive's error may be too small as a yardstick. With few rows it may be
+small by chance. Moreover, naive sums over the keys in several lanes, while a kernel sums in order:
+with head_dim 1 and 75 keys, the kernel's mean error is twice naive's. ``recompute.out_deviation``
 therefore computes a standard deviation σ for each element, from the roundings of scores and of sums
 in order. The yardstick of the mean is at least √(2/π)·σ, the mean of normally distributed errors.
 In the bound of the maximum, f · max |naive − ref| is at least 3.5 times the largest σ. For the
@@ -109,8 +110,8 @@ derives the slack of rotated rows in 16 and 8 bits.
 For float32, the LSE changes by at most as much as the scores do. A dot product has D additions.
 Each rounds its partial sum, which is at most Σ|q||k|, by at most 2⁻²⁴ of it. These roundings are
 independent, so their sum has a standard deviation of at most √(D/3)·2⁻²⁴·Σ|q||k|. The bound
-2·√D·2⁻²⁴·Σ|q||k| is 3.5 standard deviations. It needs Σ|q||k| and not |score|, because a score may
-cancel to 0.
+2·√D·2⁻²⁴·Σ|q||k| is 3.5 standard deviations. The bound uses Σ|q||k| and not |score|, because the
+products of a score may cancel to 0.
 
 If all products are equal, the roundings between two powers of two are equal, too, and not
 independent. For example, a sum of 192 products of 8·scale and 8 is off by 2e-3, in eager attention
@@ -145,7 +146,8 @@ FLUSHED = 2.0**-126
 
 @dataclass(frozen=True)
 class Check:
-    """One tensor's errors and their bounds. ``message`` says why it failed, else ""."""
+    """The errors of one tensor and their bounds. ``message`` says why the check failed, or is "" if
+    it did not."""
 
     name: str
     max_error: float = 0.0
@@ -160,7 +162,8 @@ class Check:
 
     @property
     def ratio(self) -> float:
-        """Return the larger of the two quotients error / bound: at most 1 if the rule holds."""
+        """Return the larger of the two quotients error / bound. It is at most 1 if the rule
+        holds."""
         return max(_ratio(self.max_error, self.max_bound), _ratio(self.mean_error, self.mean_bound))
 
 
@@ -171,7 +174,7 @@ def _ratio(error: float, bound: float) -> float:
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
-    """Return the distance between neighbors of ``dtype`` at magnitude ``value``."""
+    """Return the distance between neighboring numbers of ``dtype`` at the magnitude ``value``."""
     info = torch.finfo(dtype)
     exponent = math.frexp(max(abs(value), info.tiny))[1] - 1
     return info.eps * 2.0**exponent
@@ -190,7 +193,8 @@ def judge(
     float8: bool = False,
     largest_lse: float = 0.0,
 ) -> Check:
-    """Check ``x`` by the rule of this module. ref, naive and recomputed have the shape of x.
+    """Check ``x`` by the rule of this module. ``ref``, ``naive`` and ``recomputed`` have the shape
+    of ``x``.
 
     For a gradient, pass the largest finite |LSE| as ``largest_lse``, and ``recomputed`` (paragraph
     (c)). For a float32 output, pass ``recomputed`` and ``deviation`` (paragraph (h)). For the
