@@ -9,14 +9,14 @@ Each case has many features at once, so that few cases reach the branches of eac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from .cases import Case, dense, packed
 from .grid_axes import HALF, Lengths
 
-Shape = Mapping[str, Any]
+Shape = dict[str, Any]
 
 _FLOAT8 = "float8_e4m3fnuz"
 _COMMON = ((64, 64), (128, 128))
@@ -92,7 +92,7 @@ def _decodes(rows: int, keys: tuple[int, ...], shape: Shape) -> Iterator[Case]:
 
 def _float8_decodes(rows: int, shape: Shape, queries: Shape) -> Iterator[Case]:
     """Yield the same cases with a float8 cache, and cases with float8 queries."""
-    scales = (16, "head", 64, "tensor", "head", "tensor")
+    scales: tuple[str | int, ...] = (16, "head", 64, "tensor", "head", "tensor")
     cases = _decodes(rows, _FLOAT8_KEYS, shape | {"cache_dtype": _FLOAT8})
     for case, scale in zip(cases, scales, strict=True):
         yield replace(case, scales=scale)
