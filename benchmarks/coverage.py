@@ -48,6 +48,7 @@ from pyfa.emulator import Covered
 from pyfa.plan import Plan
 
 ELSEWHERE = "other code"  # the status of a case that launches none of the code objects
+NOT_LAUNCHED = "no case launches it"  # the way in of a code object of which nothing was executed
 _MOST_LINES = 40  # of what is left without a reason
 
 
@@ -69,14 +70,16 @@ def left_of(plan: Plan, addresses: frozenset[int]) -> tuple[Of, list[str]]:
     found = code.load(plan, ARCH)
     program = runtime_emulator.program(found.data)
     kernel, decoded = found.kernel.name, program.kernel(found.kernel.name).code
-    places = _places(plan)
-    explained = unreached.Explained(plan, decoded, places)
     of = Of()
+    if not addresses:
+        of.add((kernel, "", NOT_LAUNCHED), len(decoded.names))
+        return of, []
+    explained = unreached.Explained(plan, decoded, _places(plan))
     for each in unreached.left(decoded, addresses):
         rule = explained.reason(each)
         key = (rule.kind, rule.reason) if rule else ("", explained.way_in(each))
         of.add((kernel, *key), each.count)
-    refuted = explained.refuted(addresses) if addresses else []
+    refuted = explained.refuted(addresses)
     return of, [f"{plan}: {rule.reason} ({rule.machine or rule.lines[0]})" for rule in refuted]
 
 

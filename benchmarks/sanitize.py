@@ -120,6 +120,8 @@ BY_GRID = (
     dense(77, 77, heads_q=40, heads_k=40, head_dim=96),
     dense(77, 97, heads_q=40, heads_k=40, head_dim=96),
     dense(77, 97, heads_q=40, heads_k=40, head_dim=256),
+    dense(77, 197, heads_q=72, heads_k=72),
+    dense(33, 97, heads_q=136, heads_k=136, head_dim=96),
 )
 # A plan of the backward for each score term alone, and of the forward for some.
 _TERMS: tuple[dict[str, Any], ...] = (

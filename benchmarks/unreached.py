@@ -65,6 +65,25 @@ RULES: tuple[Rule, ...] = (
     # loop, which leaves the last ones, only a wavefront's first one is masked.
     Rule(NEVER, "tiles between the first and the last ones have no mask", ("attn_decode",),
          ("if (first >= b.all_low", "finish(s, p, sequence", "step(state", "advance(group[i]")),
+    # What a wavefront loads behind its loops is fewer groups than it has stages: at least one of a
+    # round's groups is not there. With one stage it has nothing to load.
+    Rule(NEVER, "fewer than two rounds are left", ("attn_decode",),
+         ("if (n + i < groups) load(group[i]",)),
+    Rule(NEVER, "fewer than two rounds are left", ("attn_decode STAGES=1",),
+         ("if (n >= groups) return;",)),
+    *(Rule(NEVER, "attention_latent has no score terms", ("attn_decode LATENT=1",), (line,))
+      for line in ("s *= b.general ?", "if (b.general) {", "if (p.alibi_slopes)")),
+    *(Rule(NEVER, "attention_latent has no window, packing, padding or batch index",
+           ("attn_latent", "attn_decode LATENT=1"), (line,))
+      for line in ("if (p.window_left >= 0)", "if (p.cu_seqlens_q)", "if (p.cu_seqlens_k)",
+                   "if (p.cache_leftpad)", "if (p.cache_batch_idx)")),
+    *(Rule(NEVER, "a cache has no dropout", ("attn_fwd SCORE=2",), (line,))
+      for line in ("if (p.cache_leftpad)", "if (p.cache_batch_idx)")),
+    Rule(NEVER, "keys in pages are not packed", ("attn_fwd PAGED=1",), ("if (p.cu_seqlens_k)",)),
+    # In the first step of two, and in one behind them, the tile that comes next is an odd one.
+    Rule(NEVER, "the scales of new tiles are loaded at even ones", ("attn_fwd SCORE=0",),
+         ("if (tile % kLanes == 0)", "if (SCORE == PLAIN)", "return descale.of(",
+          "if (kFloat8) scales = state.scales_of(")),
     Rule(NEVER, "there is no further type of bias", ("bias_grad",),
          ("if (row < p.seqlen_q) store_element(",), condition=r"s_cmp_eq_u32 s\d+, 4"),
 )  # fmt: skip

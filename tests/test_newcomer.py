@@ -80,7 +80,7 @@ def test_bench_says_how_far_rounds_differ() -> None:
 
 @pytest.mark.parametrize(("page", "words"), [
     ("training", "one thread computes the dropout bits"),
-    ("integrations", "such a row is the mean of the values"),
+    ("integrations", "it is the mean of the values"),
     ("integrations", "`flash_attn.losses`, `flash_attn.modules`"),
     ("start", "`plan: sdpa`"),
 ])  # fmt: skip

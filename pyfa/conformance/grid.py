@@ -26,6 +26,7 @@ from . import (
     grid_kernels,
     grid_latent,
     grid_mods,
+    grid_objects,
     grid_trees,
     grid_wide,
 )
@@ -366,6 +367,7 @@ def _full() -> Iterator[Case]:
     yield from grid_decode.full()
     yield from grid_kernels.full()
     yield from grid_latent.full()
+    yield from grid_objects.full()
     yield from grid_trees.full()
     yield from grid_wide.full()
 

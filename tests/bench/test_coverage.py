@@ -130,8 +130,19 @@ def test_cases_take_turns_by_their_kernels(script: Any) -> None:
     assert set(order) == set(cases)
 
 
-def test_the_saved_coverage_says_where_each_instruction_is(script: Any) -> None:
-    found = json.loads((BENCHMARKS / "results" / "coverage_gfx942.json").read_text())
+def test_of_a_code_object_that_no_case_launches_nothing_has_a_reason(
+    script: Any, gaps: Any
+) -> None:
+    coverage = script("coverage")
+    plan, _, decoded, _ = gaps
+    found, refuted = coverage.left_of(plan, frozenset())
+    assert found == {("gaps", "", coverage.NOT_LAUNCHED): len(decoded.names)}
+    assert refuted == []
+
+
+@pytest.mark.parametrize("name", ["coverage_gfx942", "coverage_gfx942_all"])
+def test_the_saved_coverage_says_where_each_instruction_is(script: Any, name: str) -> None:
+    found = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
     unreached = script("unreached")
     rows = {row["kernel"]: row for row in found["coverage"]["full"]}
     left = sum(row["instructions"] for row in found["left"])

@@ -101,7 +101,6 @@ class Pace(NamedTuple):
 FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
     (64, 64): (
         Pace(FORWARD[64, 64][0], 2.25, 0.0110),
-        Pace(Own(2, 128), 1.9, 0.0090),
         Pace(Own(1, 128, 3), 1.6, 0.0060, shared=1.3),
         Pace(Own(3, 96), 2.25, 0.0111),
         Pace(Own(2, 112), 1.9, 0.0090),
@@ -114,7 +113,6 @@ FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
         Pace(Own(2, 112), 2.7, 0.0099),
         Pace(Own(2, 96), 2.4, 0.0110),
         Pace(Own(1, 128), 2.1, 0.0137),
-        Pace(Own(1, 96, 3), 1.9, 0.0078),
         Pace(Own(1, 64), 1.3, 0.0078, shared=1.8),
     ),
     (128, 128): (

@@ -1,0 +1,189 @@
+"""Cases that execute most of each code object that ships for gfx942.
+
+Each head_dim, dtype, tile and class of score terms is a code object of its own: the same source,
+compiled once more. Cases of other families execute most of those of head_dim 64 and 128. These do
+the same for the head dims 96, 192 and 256, for float8 caches, for pages in prefill and for dropout.
+Each case has many features at once, so that few cases reach the branches of each object.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from .cases import Case, dense, packed
+from .grid_axes import HALF, Lengths
+
+Shape = dict[str, Any]
+
+_FLOAT8 = "float8_e4m3fnuz"
+_COMMON = ((64, 64), (128, 128))
+_OTHERS = ((96, 96), (192, 128), (192, 192), (256, 256))
+_PAGED = ((64, 64), (128, 128), (256, 256))
+
+# Keys of decode: a sequence for each way into and out of the unrolled loop over groups of 64 keys.
+# A wavefront has up to 4 groups in flight, and up to 8 of float8.
+_KEYS = (1, 65, 130, 190, 257, 321, 390, 450, 513, 577, 640, 705, 770, 830)
+_FLOAT8_KEYS = (1, 65, 190, 257, 450, 577, 960, 1025, 1400, 1990)
+# Rows of 8 heads that share a KV head: one, two and four products of 16 rows.
+_ROWS = (1, 3, 7)
+# More heads than dies, which do not divide them; three heads for each die, in groups of two.
+_MANY: Shape = {"heads_q": 18, "heads_k": 9}
+_THREES: Shape = {"heads_q": 24, "heads_k": 12}
+_GROUPS: Shape = {"heads_q": 6, "heads_k": 2}
+_CAPPED: Shape = {"softcap": 20.0, "alibi": "heads"}
+_LENGTHS: Lengths = ((65, 0, 33), (200, 33, 97))
+_SHORT: Lengths = ((5, 9), (7, 20))
+_SPLIT: Lengths = ((65, 40), (700, 130))
+
+
+def full() -> Iterator[Case]:
+    for pair, half in itertools.product((*_COMMON, *_OTHERS), HALF):
+        shape: Shape = {"dtype": half, "head_dim": pair[0], "head_dim_v": pair[1]}
+        queries = shape | {"dtype": _FLOAT8, "out_dtype": half}
+        other = pair in _OTHERS
+        for rows in _ROWS if pair[0] <= 128 else _ROWS[:2]:
+            if other:
+                yield from _decodes(rows, _KEYS, shape)
+            else:
+                yield next(_biases(rows, _KEYS, shape))
+            yield from _float8_decodes(rows, shape, queries)
+        if other:
+            yield from _prefills(shape)
+            yield from _float8_prefills(queries)
+            yield from _bias_gradients(shape)
+            for deterministic in (False, True):
+                yield from _gradients(shape | {"deterministic": deterministic})
+        if pair in _PAGED:
+            yield from _pages(shape, "", "")
+            yield from _pages(queries, "head", 64)
+        yield from _dropouts(shape)
+    for half in HALF:
+        for dim in (512, 576):
+            yield from _biases(1, _KEYS[:5], {"dtype": half, "head_dim": dim, "head_dim_v": 512})
+        yield from _latent(half)
+
+
+def _biases(rows: int, keys: tuple[int, ...], shape: Shape) -> Iterator[Case]:
+    """Yield decode cases with biases of 4, 2 and 1 bytes per element."""
+    lengths = (rows,) * len(keys), keys
+    one: dict[str, Any] = {"heads_q": 8, "heads_k": 1, "num_splits": 1, **shape}
+    yield packed(lengths, "kvcache", bias="heads", softcap=20.0, batch_idx=True, **one)
+    yield packed(lengths, "kvcache", bias="full", alibi="heads", causal=True, page_size=32, **one)
+    yield packed(lengths, "kvcache", bias="bool", softcap=20.0, sinks=True, leftpad=True, **one)
+
+
+def _decodes(rows: int, keys: tuple[int, ...], shape: Shape) -> Iterator[Case]:
+    fields: dict[str, Any] = {"heads_q": 8, "heads_k": 1, **shape}
+    yield from _biases(rows, keys, shape)
+    # Rows that do not see the same keys first; splits, one of which sees no key of a row; packed
+    # keys.
+    several = max(rows, 2)
+    yield packed(((several,), (1300,)), "kvcache", window=(1100, 0), num_splits=1,
+                 **fields)  # fmt: skip
+    yield packed(((rows, rows), (700, rows - 1)), "kvcache", bias="heads", causal=True,
+                 num_splits=2, **fields)  # fmt: skip
+    fields |= {"heads_q": 72, "heads_k": 9, "used_q": rows > 1}
+    yield packed(((rows, 1, several - 1), (300, 40, 130)), "varlen", bias="full", window=(90, 5),
+                 **fields)  # fmt: skip
+
+
+def _float8_decodes(rows: int, shape: Shape, queries: Shape) -> Iterator[Case]:
+    """Yield the same cases with a float8 cache, and cases with float8 queries."""
+    scales: tuple[str | int, ...] = (16, "head", 64, "tensor", "head", "tensor")
+    cases = _decodes(rows, _FLOAT8_KEYS, shape | {"cache_dtype": _FLOAT8})
+    for case, scale in zip(cases, scales, strict=True):
+        yield replace(case, scales=scale)
+    lengths = (rows,) * 3, (40, 300, 1100)
+    fields: dict[str, Any] = {"heads_q": 8, "heads_k": 1, "num_splits": 1, **queries}
+    yield packed(lengths, "kvcache", scales="head", causal=True, **fields)
+    yield packed(lengths, "kvcache", scales=16, softcap=20.0, page_size=16, **fields)
+
+
+def _split(**options: Any) -> Case:
+    """Return a case of a cache whose keys are split, for rows of more than one work tile."""
+    return packed(_SPLIT, "kvcache", num_splits=3, packed_q=True, sinks=True, slack=2, **options)
+
+
+def _prefills(shape: Shape) -> Iterator[Case]:
+    for terms in ({}, _CAPPED):
+        yield _split(leftpad=True, batch_idx=True, heads_q=4, **terms, **shape)
+
+
+def _float8_prefills(shape: Shape) -> Iterator[Case]:
+    for terms, scales in (({}, "head"), (_CAPPED, 64)):
+        yield packed(_LENGTHS, "varlen", causal=True, used_q=True, used_k=True, slack=3,
+                     scales=scales, **terms, **_MANY, **shape)  # fmt: skip
+        yield _split(leftpad=True, batch_idx=True, heads_q=4, scales="tensor", **terms, **shape)
+        yield dense(65, 200, 1, window=(100, 20), sinks=True, scales="tensor", **terms, **_MANY,
+                    **shape)  # fmt: skip
+    yield packed(_SHORT, "varlen", scales="tensor", **_CAPPED, **_THREES, **shape)
+    yield dense(129, 200, 1, bias="bool", scales="tensor", **shape)
+    yield dense(129, 200, 1, bias="heads", causal=True, scales=64, **shape)
+    yield dense(129, 200, 1, bias="full", heads_k=1, scales="head", **shape)
+    # More tiles of keys than lanes, each of which has the scales of one.
+    yield packed(((65,), (4200,)), "kvcache", heads_q=1, heads_k=1, num_splits=1, scales=64,
+                 **shape)  # fmt: skip
+
+
+def _pages(shape: Shape, scales: str | int, blocks: str | int) -> Iterator[Case]:
+    stored = {"page_size": 16, **shape}
+    scaled, in_blocks = ({**stored, "scales": each} for each in (scales, blocks))
+    lengths = (129, 129), (200, 190)
+    yield _split(**_CAPPED, **_MANY, **in_blocks)
+    yield packed(_LENGTHS, "varlen", causal=True, used_q=True, used_k=True, **_THREES, **scaled)
+    yield packed(lengths, "kvcache", bias="bool", leftpad=True, window=(100, 20), **scaled)
+    yield packed(((65,), (130,)), "kvcache", bias="heads", **_MANY, **in_blocks)
+    yield packed(lengths, "kvcache", bias="full", causal=True, **scaled)
+
+
+def _dropouts(shape: Shape) -> Iterator[Case]:
+    fields: dict[str, Any] = {"dropout_p": 0.2, **shape}
+    yield packed(_LENGTHS, "varlen", causal=True, used_q=True, used_k=True, **_CAPPED, **_MANY,
+                 **fields)  # fmt: skip
+    yield packed(_SHORT, "varlen", sinks=True, **_THREES, **fields)
+    yield dense(65, 200, 1, bias="bool", window=(100, 20), sinks=True, **_MANY, **fields)
+    yield dense(129, 200, 1, bias="heads", causal=True, **fields)
+    # Few rows of many keys, which are split.
+    yield dense(17, 1100, **fields)
+
+
+def _gradients(shape: Shape) -> Iterator[Case]:
+    fields: dict[str, Any] = {"backward": True, **shape}
+    grad: Shape = {**fields, "bias_grad": True}
+    yield packed(_LENGTHS, "varlen", causal=True, dlse="both", slack=3, **_MANY, **fields)
+    yield packed(_SHORT, "varlen", **_THREES, **fields)
+    yield packed(((257, 20, 65), (300, 33, 97)), "varlen", used_q=True, used_k=True,
+                 window=(100, 20), **_GROUPS, **fields)  # fmt: skip
+    yield dense(33, 65, 1, **_MANY, **fields)
+    yield packed(_LENGTHS, "varlen", causal=True, sinks=True, dropout_p=0.2, slack=3, **_CAPPED,
+                 **_GROUPS, **fields)  # fmt: skip
+    yield packed(_SHORT, "varlen", softcap=20.0, dlse="only", **_THREES, **fields)
+    yield packed(((65, 20, 33), (130, 33, 97)), "varlen", bias="heads", used_q=True, used_k=True,
+                 alibi="batch", sinks=True, **_GROUPS, **grad)  # fmt: skip
+    yield dense(200, 67, 1, bias="other", softcap=20.0, causal=True, **_MANY, **grad)
+    yield dense(130, 400, 1, bias="bool", sinks=True, window=(40, 50), alibi="heads", **_GROUPS,
+                **fields)  # fmt: skip
+
+
+def _bias_gradients(shape: Shape) -> Iterator[Case]:
+    grad: Shape = {"backward": True, "bias_grad": True, **shape}
+    yield dense(33, 70, bias="rows", window=(40, 50), **_GROUPS, **grad)
+    yield dense(130, 67, 1, bias="per_head", **_MANY, **grad)
+    # Without a sequence the gradient of a bias that all share is 0.
+    yield dense(33, 65, 0, bias="keys", **grad)
+
+
+def _latent(half: str) -> Iterator[Case]:
+    """Yield cases of a float8 cache with enough keys for the loop's full iterations."""
+    fields: dict[str, Any] = {
+        "dtype": half, "cache_dtype": _FLOAT8, "heads_q": 8, "heads_k": 1, "head_dim": 576,
+        "head_dim_v": 512, "scale": 192**-0.5, "num_splits": 1,
+    }  # fmt: skip
+    queries: Shape = {"dtype": _FLOAT8, "cache_dtype": "", "out_dtype": half}
+    lengths = (2,) * 5, (40, 257, 450, 600, 1100)
+    yield packed(lengths, "latent", scales="tensor", page_size=16, sinks=True, **fields)
+    yield packed(lengths, "latent", scales="head", **{**fields, **queries})
+    yield packed(lengths, "latent", scales=16, causal=True, recipe="growing", **fields)
