@@ -157,6 +157,9 @@ def main() -> None:
     options = parser.parse_args()
     begin = time.monotonic()
     tiles = options.tiles.split(",") if options.tiles else []
+    for name in ("tiles", "sms"):
+        if getattr(options, name) and options.backend != "cuda":
+            parser.error(f"--{name} is for --backend cuda, not {options.backend}")
     report, cases = run(options, tiles)
     if not cases:
         parser.error(f"--only: expected a part of a case's name, got {options.only!r}")

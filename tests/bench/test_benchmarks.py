@@ -424,13 +424,13 @@ def test_a_larger_sample_contains_a_smaller_one(script: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "name", "recorded"),
     [
-        ((), "conformance_torch_cpu", set()),
-        (("--sample", "9"), "conformance_torch_cpu_sample", {"sample"}),
-        (("--only", "latent"), "conformance_torch_cpu_latent", {"only"}),
-        (("--sms", "2"), "conformance_torch_cpu_2_sms", {"sms"}),
+        ((), "conformance_cuda_sm_90a", set()),
+        (("--sample", "9"), "conformance_cuda_sm_90a_sample", {"sample"}),
+        (("--only", "latent"), "conformance_cuda_sm_90a_latent", {"only"}),
+        (("--sms", "2"), "conformance_cuda_sm_90a_2_sms", {"sms"}),
         (
             ("--only", "q65", "--sample", "9"),
-            "conformance_torch_cpu_q65_sample",
+            "conformance_cuda_sm_90a_q65_sample",
             {"only", "sample"},
         ),
     ],
@@ -440,17 +440,30 @@ def test_a_part_of_the_cases_is_saved_under_a_name_of_its_own(
     script: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     conformance = script("conformance")
-    report = Report("torch", "full", (), {"arch": "cpu"}, ())
+    report = Report("cuda", "full", (), {"arch": "sm_90a"}, ())
     monkeypatch.setattr(conformance, "run", lambda *_: (report, 1))
     saved: dict[str, Any] = {}
     monkeypatch.setattr(conformance.machine, "save", saved.__setitem__)
-    command = ["conformance.py", "--backend", "torch", "--save", *arguments]
+    command = ["conformance.py", "--backend", "cuda", "--save", *arguments]
     monkeypatch.setattr(sys, "argv", command)
     conformance.main()
     assert list(saved) == [name]
     assert saved[name].keys() & {"only", "sample", "sms"} == recorded
     for argument in arguments[1::2]:
         assert any(argument in str(saved[name][key]) for key in recorded)
+
+
+@pytest.mark.parametrize("option", ["--sms=2", "--tiles=sm_80"])
+def test_grids_and_tiles_are_those_of_cuda(
+    option: str, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conformance = script("conformance")
+    monkeypatch.setattr(conformance, "run", lambda *_: pytest.fail("has run"))
+    monkeypatch.setattr(sys, "argv", ["conformance.py", "--backend", "torch", option])
+    with pytest.raises(SystemExit):
+        conformance.main()
+    expected = f"{option.split('=')[0]} is for --backend cuda, not torch"
+    assert expected in capsys.readouterr().err
 
 
 def test_a_filter_without_cases_saves_nothing(
