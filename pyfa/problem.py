@@ -392,7 +392,8 @@ def _any(*tensors: torch.Tensor | None) -> bool:
 
 
 class Band(NamedTuple):
-    """The positions of a call's rows, for kernels: see ``band_of``."""
+    """The position of a call's first query row, the shift of its window and the length of its
+    chunks, as a kernel gets them from ``band_of``."""
 
     q_start: int
     window_shift: int

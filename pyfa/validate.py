@@ -112,11 +112,11 @@ def qkv(
     dims: tuple[int, int],
     names: tuple[str, str] = ("k", "v"),
 ) -> None:
-    """Check q, k, v: tensors of ``dims`` dimensions, one dtype, one device, matching heads and
-    head_dim.
+    """Check q, k and v: tensors on one device, with matching dtypes, heads and head_dim.
 
-    The last two dimensions are (heads, head_dim) in every layout. The caller, which knows the
-    layout, checks the others.
+    ``dims``: the number of dimensions of q, and that of k and v. The last two dimensions are
+    (heads, head_dim) in every layout. The caller, which knows the layout, checks the others.
+    ``names``: what error messages call k and v.
     """
     try:
         if not (_is_dense(q) and _is_dense(k) and _is_dense(v)):

@@ -86,7 +86,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; status 1 if a case is slower than in ``--against``, beyond the spread."""
+    """Run the command. Return status 1 if pyfa is slower in a case than in the result
+    ``--against``, by more than the spread of the times; else 0."""
     if options.suite is not None and options.suite not in _SUITES:
         raise ValueError(f"SUITE: expected one of {', '.join(_SUITES)}; got {options.suite!r}")
     from .. import bench

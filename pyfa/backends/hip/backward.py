@@ -46,7 +46,8 @@ def _why_two_passes(
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Return why the backward cannot run ``problem``: only reasons of this backend's kernels."""
+    """Return why HIP's backward kernels cannot run ``problem``, beyond the reasons that
+    ``native.backward.why_not`` returns for the kernels of both vendors."""
     banded = is_general_problem(problem) and is_banded(problem.features)
     wide = max(problem.head_dim, problem.head_dim_v) > 192
     # The pass that owns keys needs 520 registers; a lane has 512.

@@ -42,7 +42,7 @@ class Runtime(Protocol):
         """Make an uninitialized tensor on the current device."""
 
     def launch_of(self, program: Program, kernels: Sequence[code.Code]) -> Launch:
-        """Return ``program`` as a launch, with the code of each of its steps."""
+        """Return ``program`` as a launch. ``kernels``: the code of each step of the program."""
 
 
 class Launcher:

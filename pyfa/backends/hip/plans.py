@@ -17,12 +17,12 @@ _STANDS_FOR = DEVICES["MI300X"]  # the emulator
 
 
 def device_of(problem: Problem) -> Device:
-    """Return the device that a plan is made for."""
+    """Return the device that a plan is made for: for the emulator (arch "cpu"), an MI300X."""
     return _STANDS_FOR if problem.arch == "cpu" else problem.device
 
 
 def device_at(where: torch.device) -> Device:
-    """Return the device that tensors are on, as ``device_of``."""
+    """Return the device of tensors on ``where``: on the CPU, where the emulator runs, an MI300X."""
     return _STANDS_FOR if where.type == "cpu" else device.of(where)
 
 

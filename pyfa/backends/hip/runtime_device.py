@@ -84,12 +84,13 @@ class DeviceRuntime:
         return _torch.empty_cuda
 
     def launch_of(self, program: Program, kernels: Sequence[Code]) -> Launch:
-        """Return ``program`` as one launch on torch's current stream, with the code of each of its
-        steps.
+        """Return ``program`` as one launch on torch's current stream. ``kernels``: the code of each
+        step of the program.
 
         Loads code that is not on the device yet. Raises ``CodeObjectError`` if the device refuses
         the code, ``HipError`` if the runtime fails, ``RuntimeError`` if there is no runtime or a
-        graph is being captured, and ``ValueError`` if a kernel takes other parameters.
+        graph is being captured, and ``ValueError`` if the number of parameter bytes that a
+        kernel takes is not that of its step.
         """
         hip, binding = self._runtime()
         layout = arguments.layout_of(program, lambda _: ())

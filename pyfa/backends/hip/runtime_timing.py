@@ -243,8 +243,8 @@ def _launch(tiled: TiledKernel, plan: Plan, shape: Shape, end: int, dram: float)
 class Work:
     """The workgroups of one launch in the order of kernels/hip/schedule.h: head by head, the last
     blocks of a head first. ``parts``: for each workgroup of a head, its number of tiles and whether
-    a causal diagonal crosses them. ``lines``: the number of heads, summed over sequences.
-    ``asked``: bytes requested from L2."""
+    a causal diagonal crosses them. ``lines``: the number of (sequence, head) pairs, as in
+    ``Shape.lines``. ``asked``: bytes requested from L2."""
 
     parts: Sequence[tuple[int, bool]]
     lines: int

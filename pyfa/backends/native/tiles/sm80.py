@@ -105,10 +105,11 @@ class Tiles(NamedTuple):
 
     ``forward``: for plain scores, general scores, dropout. ``forward_paged``: for general scores
     with pages, if different. ``small_grid``: with half the rows, if the usual tiles leave SMs
-    without a block; plain and dense only. ``decode``: for blocks of 8, 16, 32 and 64 lines; for
-    float8 caches only if one instruction converts two float8 numbers to float16 (sm_89 and later).
-    ``latent``: the same for V as a view of K. ``backward``: for plain scores, then for general
-    ones, which keep more of P for dS.
+    without a block; plain and dense only. ``decode``: for blocks of 8, 16, 32 and 64 lines (grouped
+    rows). ``latent``: the same for V as a view of K. ``decode_float8`` and ``latent_float8``: the
+    same for float8 caches; used only on archs where one instruction converts two float8 numbers to
+    float16 (sm_89 and later). ``backward``: for plain scores, then for general ones, which keep
+    more of P for dS.
     """
 
     forward: Mapping[Pair, tuple[Forward, Forward, Forward]]
