@@ -140,7 +140,7 @@ def test_the_report_fits_and_is_accessible(tab: Page, report: Path, looks: set[s
         ("td", "color: #999", "color-contrast"),
         ("td", "background: #555", "color-contrast"),
         ("td", "opacity: 0.4", "color-contrast"),
-        ("article p > a", "color: #222; text-decoration: none", "link-in-text-block"),
+        ("article p > a:not(:has(*))", "color: #222; text-decoration: none", "link-in-text-block"),
     ],
 )
 def test_one_of_many_is_found(tab: Page, guide: Path, element: str, change: str, rule: str) -> None:
@@ -149,7 +149,9 @@ def test_one_of_many_is_found(tab: Page, guide: Path, element: str, change: str,
     looks: set[str] = set()
     assert serious(tab, looks) == []
     assert looks
-    tab.evaluate(f"document.querySelectorAll('{element}')[5].style = '{change}'")
+    tab.evaluate(
+        f"[...document.querySelectorAll('{element}')].slice(0, 6).at(-1).style = '{change}'"
+    )
     assert {each.split(":")[0] for each in serious(tab, looks)} == {rule}
 
 
