@@ -80,8 +80,8 @@ class EmulatorRuntime:
         return _poisoned
 
     def launch_of(self, program: Program, kernels: Sequence[Code]) -> Launch:
-        """Return ``program`` as a launch, with the code of each of its steps, which run in
-        sequence."""
+        """Return a function that runs the steps of ``program`` in order. ``kernels`` has the code
+        of each step."""
         names, of_tensors = program.names, program.tensors
 
         def launch(
