@@ -12,9 +12,8 @@ Window = Sequence[int] | torch.Tensor
 
 
 def window(window_size: Window) -> tuple[int, int] | None:
-    """Return pyfa's window, or None if both bounds are unlimited. None is not the same as an
-    unlimited window, because rotary embedding gives queries other positions if there is a
-    window."""
+    """Return pyfa's window. If both bounds are unlimited, return None instead of (-1, -1): any
+    window, even an unlimited one, changes the positions that rotary embedding gives to queries."""
     if type(window_size) is tuple and window_size == (-1, -1):
         return None  # at once, for it is the default
     if len(window_size) != 2:

@@ -1,4 +1,5 @@
-"""The grid's cases of masks over the new rows (``tree_mask``), which only a cache has."""
+"""The grid's cases with a ``tree_mask``: a mask over the new rows, which only calls with a KV cache
+can have."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Function(NamedTuple):
 
 
 class Builder:
-    """Makes operations; each method returns the index of one."""
+    """Builds a list of operations. Methods take and return operations as indices into the list."""
 
     def __init__(self) -> None:
         self.ops: list[Op] = []

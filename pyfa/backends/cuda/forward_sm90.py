@@ -309,7 +309,8 @@ def _plan_with_bias(pair: Pair, dtype: int, notes: Iterable[str] = ()) -> Plan:
 
 
 def constants_of_own(tiles: Own) -> dict[str, int]:
-    """Return a row of tiles as constants. A kernel without halves of V does not name them."""
+    """Return ``tiles`` as the constants of a plan. ``HALVES`` is left out if it is 1, which is the
+    kernels' default."""
     return {x: n for x, n in constants_of(tiles).items() if x != "HALVES" or n > 1}
 
 

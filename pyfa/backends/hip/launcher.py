@@ -42,7 +42,8 @@ class Runtime(Protocol):
         """Make an uninitialized tensor on the current device."""
 
     def launch_of(self, program: Program, kernels: Sequence[code.Code]) -> Launch:
-        """Return ``program`` as a launch. ``kernels``: the code of each step of the program."""
+        """Return a function that launches the steps of ``program``. ``kernels`` has the code of
+        each step."""
 
 
 class Launcher:

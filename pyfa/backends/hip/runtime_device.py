@@ -84,8 +84,8 @@ class DeviceRuntime:
         return _torch.empty_cuda
 
     def launch_of(self, program: Program, kernels: Sequence[Code]) -> Launch:
-        """Return ``program`` as one launch on torch's current stream. ``kernels``: the code of each
-        step of the program.
+        """Return a function that launches the steps of ``program`` on torch's current stream.
+        ``kernels`` has the code of each step.
 
         Loads code that is not on the device yet. Raises ``CodeObjectError`` if the device refuses
         the code, ``HipError`` if the runtime fails, ``RuntimeError`` if there is no runtime or a

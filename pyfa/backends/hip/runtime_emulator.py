@@ -80,7 +80,7 @@ class EmulatorRuntime:
         return _poisoned
 
     def launch_of(self, program: Program, kernels: Sequence[Code]) -> Launch:
-        """Return ``program`` as a launch, which runs its steps in sequence. ``kernels``: the code
+        """Return a function that runs the steps of ``program`` in order. ``kernels`` has the code
         of each step."""
         names, of_tensors = program.names, program.tensors
 

@@ -89,8 +89,8 @@ def name_of(plan: Plan) -> str:
 
 
 def is_common(plan: Plan, head_dims: Collection[int] = COMMON_HEAD_DIMS) -> bool:
-    """Return whether most problems of these head dims need it: no dropout, no pages in prefill, no
-    float8 caches in decode."""
+    """Return whether ``plan`` is one that most problems of these head dims need: no dropout, no
+    pages in prefill, no float8 caches in decode."""
     constants = dict(plan.constants)
     if constants.get("PAGED") or constants.get("PAGE_ROWS") or "KEY_DTYPE" in constants:
         return False
@@ -101,7 +101,7 @@ def is_common(plan: Plan, head_dims: Collection[int] = COMMON_HEAD_DIMS) -> bool
 
 
 def is_for(plan: Plan, head_dims: Collection[int]) -> bool:
-    """Return whether a problem of one of these head dims can need it."""
+    """Return whether a problem of one of these head dims can need ``plan``."""
     dim = dict(plan.constants).get("HEAD_DIM")
     # A kernel without a head_dim, or with 0, is for any head_dim.
     return not dim or dim in head_dims

@@ -55,8 +55,9 @@ class Kernel:
     def bind(
         self, programs: Extent, arguments: Sequence[Any], numbers: Mapping[str, int]
     ) -> Launch:
-        """Return a launch of ``programs`` with these ``arguments``. Each call supplies the ``Slot``
-        arguments: the address, or the tensor if kernels are interpreted."""
+        """Return a function that launches a grid of ``programs`` with these ``arguments``. The
+        caller of that function passes the values of the ``Slot`` arguments: addresses, or tensors
+        if kernels are interpreted. ``numbers`` gives the index of each slot among these values."""
         slots = [
             (at, numbers[each.name]) for at, each in enumerate(arguments) if type(each) is Slot
         ]
