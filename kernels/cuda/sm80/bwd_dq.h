@@ -26,7 +26,8 @@ struct RowsOfBlock {
   Sequence s;
   int head, first;
   METHOD RowsOfBlock(const Params &p) {
-    int id = (int)gridDim.x - 1 - workgroup_index(), tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q, batch = id / tiles / p.heads_q;
+    int id = (int)gridDim.x - 1 - workgroup_index(), tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+    int batch = id / tiles / p.heads_q;
     head = id / tiles % p.heads_q;
     first = id % tiles * BLOCK_Q;
     if (p.cu_seqlens_q) {

@@ -25,6 +25,7 @@ from ..native.tiles.sm90 import (
     FORWARD_OF_WINDOW,
     LAUNCH_US,
     ROWS,
+    SMALL,
     Own,
     Pace,
 )
@@ -52,6 +53,7 @@ _HALF_SM = 113 * 1024  # bytes of shared memory of each of two blocks
 _OF_GRID = frozenset({"causal", "gqa", "sinks", "backward", "dlse", "deterministic"})
 _MOST_KEYS = 4096
 _ON_DEVICE = frozenset({"varlen", "seqused"})  # features of calls whose lengths are on the device
+_SIMPLE = _OF_GRID | _ON_DEVICE | {"window"}
 PAGE_SIZES = (0, 16)  # those of ``all_plans``; plans for others are compiled at first use
 # Features that plans support whose blocks have the rows of all query heads of a KV head.
 _PACKED = frozenset(
@@ -160,7 +162,7 @@ def plan(problem: Problem) -> Plan:
     chunk = tiles.chunk_tiles * tiles.block_k if invariant and kind != _TERMS else 0
     notes = plans.notes_of(problem, pair, chunk)
     groups = tiles.groups
-    simple = problem.features <= _OF_GRID | _ON_DEVICE | {"window"}
+    simple = problem.features <= _SIMPLE
     if simple and kind != _TERMS and not packed and pair in FORWARD_OF_GRID:
         return _plan_of_grid(_chosen(problem, pair, FORWARD[pair][kind]), pair, dtype, notes)
     if packed and not invariant:
@@ -173,13 +175,13 @@ def plan(problem: Problem) -> Plan:
 
 def _chosen(problem: Problem, pair: Pair, general: Own) -> Own:
     """Return the tiles for the window, for lengths that are on the device, or for the grid."""
+    small = SMALL.get(pair, general)
     if "window" in problem.features:
-        most, tiles = FORWARD_OF_WINDOW.get(pair, (0, general))
-        return tiles if 0 < problem.window <= most else general
+        return small if 0 < problem.window <= FORWARD_OF_WINDOW.get(pair, 0) else general
     if problem.features & _ON_DEVICE:
-        full, causal, tiles = FORWARD_OF_LENGTHS.get(pair, (0, 0, general))
-        longest = max(problem.seqlen_q, problem.seqlen_k)
-        return tiles if longest <= (causal if "causal" in problem.features else full) else general
+        full, causal = FORWARD_OF_LENGTHS.get(pair, (0, 0))
+        most = causal if "causal" in problem.features else full
+        return small if max(problem.seqlen_q, problem.seqlen_k) <= most else general
     return _fastest(problem, pair, general)
 
 
@@ -195,7 +197,7 @@ def _fastest(problem: Problem, pair: Pair, general: Own) -> Own:
 
 
 def _microseconds(problem: Problem, pair: Pair, pace: Pace) -> float:
-    """Return about how long an H100 takes for the grid of ``problem`` (``Pace``)."""
+    """Return about how long an H100 or H200 takes for the grid of ``problem`` (``Pace``)."""
     rows, keys = pace.tiles.rows, pace.tiles.block_k
     blocks, heads = -(-problem.seqlen_q // rows), problem.batch * problem.heads_q
     units, fit = max(1, problem.device.units), _fit(pace.tiles, pair)
@@ -357,12 +359,6 @@ def all_plans() -> list[Plan]:
         for dtype in calls.DTYPE_CODES.values()
         for pair, paces in FORWARD_OF_GRID.items()
         for pace in paces
-    ]
-    found += [
-        _plan_of_grid(tiles, pair, dtype)
-        for dtype in calls.DTYPE_CODES.values()
-        for table in (FORWARD_OF_WINDOW, FORWARD_OF_LENGTHS)
-        for pair, (*_, tiles) in table.items()
     ]
     found += [
         _plan_with_bias(pair, dtype)

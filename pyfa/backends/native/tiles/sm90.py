@@ -81,6 +81,17 @@ FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
 }
 
 
+# Blocks of one warpgroup, of which an SM has two up to head_dim 128. They fit lengths up to 64 or
+# around 300 tokens, leave fewer keys of the diagonal masked, and visit fewer masked keys with a
+# window.
+SMALL: dict[Pair, Own] = {
+    (64, 64): Own(1, 64, 4),
+    (96, 96): Own(1, 64),
+    (128, 128): Own(1, 64),
+    (256, 256): Own(1, 64),
+}
+
+
 class Pace(NamedTuple):
     """How fast blocks of ``tiles`` are. A work tile takes ``start`` µs, and ``key`` µs for each key
     of its tiles. ``shared``: how many times as long all work tiles take together if an SM has two
@@ -96,8 +107,7 @@ class Pace(NamedTuple):
 # Fitted to 29 shapes of head_dim 64 and 11 of each other head_dim on an H100, and to 35 shapes of
 # head_dim 64, 14 of 96 and 32 of 128 on an H200 (docs/kernels/cuda_sm90_forward.md). Tiles with
 # fewer warpgroups leave fewer rows empty and fill a device with small grids. Tiles of 80, 96 and
-# 112 keys fit lengths of 50 or 77, 257 and 197 tokens. Tiles of 64 rows and 64 keys, of which an SM
-# has two, fit lengths up to 64 or around 300 tokens, and leave fewer keys of the diagonal masked.
+# 112 keys fit lengths of 50 or 77, 257 and 197 tokens.
 FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
     (64, 64): (
         Pace(FORWARD[64, 64][0], 2.25, 0.0110),
@@ -105,7 +115,7 @@ FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
         Pace(Own(3, 96), 2.25, 0.0111),
         Pace(Own(2, 112), 1.9, 0.0090),
         Pace(Own(1, 80, 3), 1.5, 0.0082, shared=1.15),
-        Pace(Own(1, 64, 4), 1.4, 0.0068, shared=1.25),
+        Pace(SMALL[64, 64], 1.4, 0.0068, shared=1.25),
     ),
     (96, 96): (
         Pace(FORWARD[96, 96][0], 2.6, 0.0104),
@@ -113,12 +123,12 @@ FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
         Pace(Own(2, 112), 2.7, 0.0099),
         Pace(Own(2, 96), 2.4, 0.0110),
         Pace(Own(1, 128), 2.1, 0.0137),
-        Pace(Own(1, 64), 1.3, 0.0078, shared=1.8),
+        Pace(SMALL[96, 96], 1.3, 0.0078, shared=1.8),
     ),
     (128, 128): (
         Pace(FORWARD[128, 128][0], 2.8, 0.0101),
         Pace(Own(1, 128), 1.9, 0.0078, shared=1.1),
-        Pace(Own(1, 64), 1.6, 0.0095, shared=1.5),
+        Pace(SMALL[128, 128], 1.6, 0.0095, shared=1.5),
     ),
     (192, 192): (
         Pace(FORWARD[192, 192][0], 3.85, 0.0166),
@@ -128,31 +138,31 @@ FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
     (256, 256): (
         Pace(FORWARD[256, 256][0], 4.85, 0.0196),
         Pace(Own(2, 48), 4.3, 0.0219),
-        Pace(Own(1, 64), 3.2, 0.0139),
+        Pace(SMALL[256, 256], 3.2, 0.0139),
     ),
 }
 LAUNCH_US = 2.5
-# Tiles of calls with a window of at most so many keys: 64 rows and 64 keys, because few tiles of
-# such a call are without a mask. On an H200, they make windows of 64 to 512 keys at head_dim 64
-# 1.33 to 1.10 times as fast as blocks of 128 rows and tiles of 128 keys, at head_dim 128 1.10 to
-# 1.05 times, at head_dim 96 windows of 64 to 256 keys 1.19 to 1.03 times, and at head_dim 256
-# windows of 128 keys 1.08 times. Beyond the given windows, the general tiles are as fast or faster.
-FORWARD_OF_WINDOW: dict[Pair, tuple[int, Own]] = {
-    (64, 64): (1280, Own(1, 64, 4)),
-    (96, 96): (320, Own(1, 64)),
-    (128, 128): (640, Own(1, 64)),
-    (256, 256): (288, Own(1, 64)),
+# Calls with a window of at most so many keys have the tiles of ``SMALL``. On an H200, they make
+# windows of 64 to 512 keys at head_dim 64 1.33 to 1.10 times as fast as blocks of 128 rows and
+# tiles of 128 keys, at head_dim 128 1.10 to 1.05 times, at head_dim 96 windows of 64 to 256 keys
+# 1.19 to 1.03 times, and at head_dim 256 windows of 128 keys 1.08 times. Beyond these windows, the
+# general tiles are as fast or faster.
+FORWARD_OF_WINDOW: dict[Pair, int] = {
+    (64, 64): 1280,
+    (96, 96): 320,
+    (128, 128): 640,
+    (256, 256): 288,
 }
-# Tiles of calls whose lengths are on the device, if no sequence has more rows or keys than the
-# first number, or with a causal mask the second one. On an H200, packed sequences of up to 64
-# tokens are 2.6 times as fast with them at head_dim 64, 1.6 to 2.5 times at 96, 1.5 to 2.0 times at
-# 128 and 1.15 to 1.26 times at 256. At head_dim 64, sequences of 60 to 128 tokens are 1.2 times as
-# fast, causal ones of 64 to 512 tokens 1.2 times, and causal ones of 200 to 1,000 tokens 1.1 times.
-FORWARD_OF_LENGTHS: dict[Pair, tuple[int, int, Own]] = {
-    (64, 64): (256, 1024, Own(1, 64, 4)),
-    (96, 96): (64, 64, Own(1, 64)),
-    (128, 128): (64, 64, Own(1, 64)),
-    (256, 256): (64, 64, Own(1, 64)),
+# So have calls whose lengths are on the device, if no sequence has more rows or keys than the first
+# number, or with a causal mask the second one. On an H200, packed sequences of up to 64 tokens are
+# 2.6 times as fast with them at head_dim 64, 1.6 to 2.5 times at 96, 1.5 to 2.0 times at 128 and
+# 1.15 to 1.26 times at 256. At head_dim 64, sequences of 60 to 128 tokens are 1.2 times as fast,
+# causal ones of 64 to 512 tokens 1.2 times, and causal ones of 200 to 1,000 tokens 1.1 times.
+FORWARD_OF_LENGTHS: dict[Pair, tuple[int, int]] = {
+    (64, 64): (256, 1024),
+    (96, 96): (64, 64),
+    (128, 128): (64, 64),
+    (256, 256): (64, 64),
 }
 # Tiles of calls whose only score term is a bias. Tiles of the bias have panels of 64 keys.
 FORWARD_BIAS: dict[Pair, Own] = {
