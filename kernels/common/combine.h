@@ -52,10 +52,17 @@ struct Meeting {
   Elements out[kThreads];
 };
 
+// The number of a packed row. There are fewer than 2^32 if the splits fit in memory, and divisions of 64 bits are slow.
+#if MERGED
+typedef long long PackedRow;
+#else
+typedef unsigned PackedRow;
+#endif
+
 // The share of a thread. `stride`: threads of a slot.
 struct Place {
   int column, slot, slots, stride;
-  long long packed_row;
+  PackedRow packed_row;
 };
 
 DEVICE float power(float x) { return exp2(x * kLog2E); }
@@ -82,7 +89,7 @@ DEVICE Place place_of(const Params &p) {
   place.slot = slot & ((1 << slots) - 1);
   place.slots = 1 << slots;
   place.stride = 1 << columns;
-  place.packed_row = ((long long)workgroup_index() << (kThreadBits - columns - slots)) + (slot >> slots);
+  place.packed_row = ((PackedRow)workgroup_index() << (kThreadBits - columns - slots)) + (slot >> slots);
   return place;
 }
 
@@ -91,10 +98,10 @@ struct Stand {
   int head;
   long long batch, row;
   METHOD Stand(const Params &p, const Place &place) {
-    head = place.packed_row % p.heads_q;
-    long long at = place.packed_row / p.heads_q;
-    batch = at / p.seqlen_q;
-    row = at % p.seqlen_q;
+    PackedRow heads = p.heads_q, rows = p.seqlen_q, at = place.packed_row / heads;
+    head = place.packed_row - at * heads;
+    batch = at / rows;
+    row = at - batch * rows;
   }
 };
 
@@ -156,7 +163,7 @@ DEVICE void read_splits(const Params &p, const Place &place, int, float (&lse)[k
 #else
 DEVICE void read_splits(const Params &p, const Place &place, int first, float (&lse)[kAtOnce],
                         Elements (&out)[kAtOnce]) {
-  long long splits = place.packed_row * p.num_splits;
+  long long splits = (long long)place.packed_row * p.num_splits;
   for (int i = 0; i < kAtOnce; ++i) {
     int split = first + i * place.slots;
     lse[i] = -INFINITY_F;
@@ -194,9 +201,8 @@ DEVICE void add_splits(Sum &sum, const Params &p, const Place &place, int first)
 }
 
 // seqlen_q is the number of stored rows of a batch entry; packed rows are one entry, with batch strides of 0.
-DEVICE void store(const Params &p, const Place &place, const Sum &sum) {
+DEVICE void store(const Params &p, const Place &place, const Stand &stand, const Sum &sum) {
   bool saw = sum.total != 0.0f;  // also where it is NaN
-  Stand stand(p, place);
   int head = stand.head;
   long long batch = stand.batch, row = stand.row;
   long long at = batch * p.out_batch + row * p.out_row + head * p.out_head + place.column;
@@ -222,9 +228,9 @@ DEVICE void store(const Params &p, const Place &place, const Sum &sum) {
 
 DEVICE void combine_lines(const Params &p, Meeting &meeting) {
   Place place = place_of(p);
-  long long row = place.packed_row / p.heads_q;
-  bool exists = row < (long long)(p.cu_seqlens_q ? 1 : p.batch) * p.seqlen_q;
-  bool used = exists && is_used(p, (int)(row / p.seqlen_q), (int)(row % p.seqlen_q));
+  Stand stand(p, place);
+  bool exists = stand.batch < (p.cu_seqlens_q ? 1 : p.batch);
+  bool used = exists && is_used(p, (int)stand.batch, (int)stand.row);
   Sum sum{-INFINITY_F, 0.0f, {}};
   if (used)
     for (int first = place.slot; first < p.num_splits; first += place.slots * kAtOnce)
@@ -246,5 +252,5 @@ DEVICE void combine_lines(const Params &p, Meeting &meeting) {
     all.total += weight * meeting.total[other];
     for (int j = 0; j < kWide; ++j) all.out.x[j] += weight * meeting.out[other].x[j];
   }
-  store(p, place, all);
+  store(p, place, stand, all);
 }

@@ -10,14 +10,13 @@ DEVICE void combine_chunks(const Params &p) {
   int columns = bits_of_fours(p.head_dim_v);
   Place place{};
   place.column = (thread_index() & ((1 << columns) - 1)) * kWide;
-  place.packed_row = ((long long)workgroup_index() << (kThreadBits - columns)) + (thread_index() >> columns);
-  long long row = place.packed_row / p.heads_q;
-  if (row >= (long long)(p.cu_seqlens_q ? 1 : p.batch) * p.seqlen_q || place.column >= p.head_dim_v) return;
+  place.packed_row = ((PackedRow)workgroup_index() << (kThreadBits - columns)) + (thread_index() >> columns);
   Stand stand(p, place);
+  if (stand.batch >= (p.cu_seqlens_q ? 1 : p.batch) || place.column >= p.head_dim_v) return;
   float base = kLowest, total = 0.0f;
   Elements x{};
   if (is_used(p, (int)stand.batch, (int)stand.row)) {
-    long long at = place.packed_row * p.num_splits;
+    long long at = (long long)place.packed_row * p.num_splits;
 #pragma unroll 4
     for (long long i = at + p.num_splits - 1; i >= at; --i) {
       float2 state = ((const float2 *)p.partial_lse)[i];
