@@ -250,12 +250,20 @@ DEVICE void attend(State &state, Memory &memory, const Params &p, const Sequence
   Shared ring = shared_address(memory.ring[team]);
   Scales &scales = scales_of(memory);
   Stream stream(p, s, memory.rows[wave_index()], scales, ring, b.head_k, wave_index() % TEAM, begin, b.stop);
-  for (int n = 0; n < kStages - 1; ++n) {
+  // Latent queries are asked for behind the first stage: behind all of them, they took 4 µs to come. Float8 needs their
+  // values at once.
+  constexpr bool kEarly = LATENT && !kFloat8;
+  Queries q;
+  if constexpr (kEarly) {
+    if (steps > 0) stream.load(0, 0);
+    end_group();
+    load_queries(q, p, s, b, scales);
+  }
+  for (int n = kEarly; n < kStages - 1; ++n) {
     if (n < steps) stream.load(n, n);
     end_group();
   }
-  Queries q;
-  load_queries(q, p, s, b, scales);
+  if constexpr (!kEarly) load_queries(q, p, s, b, scales);
   describe_packed_rows(memory, p, s, b);
   if (kFloat8 && thread_index() == 0) scales.output = value_scale(p, s, b.head_k);
   barrier();
@@ -326,31 +334,45 @@ DEVICE void share_sums(Memory &memory, const State &state) {
   }
 }
 
+// Of each packed row: its LSE, and what the teams' sums are multiplied by, which takes the place of their maxima. The
+// total of all teams takes the place of the first one's.
+DEVICE void weigh_teams(Memory &memory, const Params &p, const Sequence &s, const Block &b) {
+  static_assert(kPackedRows <= kThreads, "a thread each");
+  int i = thread_index();
+  if (i < kPackedRows && b.first_packed_row + i < b.packed_rows) {
+    const PackedRow &packed_row = memory.packed_rows[i];
+    // A sink is one more logit, without a value. The first split has it.
+    float sink = -INFINITY_F;
+    if (p.sinks && p.use_sinks && b.split == 0) sink = ((const float *)p.sinks)[packed_row.head] * kLog2E;
+    float top = sink;
+    for (int w = 0; w < kTeams; ++w) top = max(top, memory.maximum[w][i]);
+    float base = top == -INFINITY_F ? 0.0f : top;
+    float total = exp2(sink - base);
+    for (int w = 0; w < kTeams; ++w) {
+      float weight = exp2(memory.maximum[w][i] - base);
+      total += weight * memory.total[w][i];
+      memory.maximum[w][i] = weight;
+    }
+    bool saw = total != 0.0f;
+    store_lse(p, s, b, packed_row, saw ? (top + log2(total)) * kLn2 : -INFINITY_F);
+    float inverse = saw ? reciprocal(total) : 0.0f;
+    if constexpr (kFloat8) inverse *= scales_of(memory).output;
+    for (int w = 0; w < kTeams; ++w) memory.maximum[w][i] *= inverse;
+    memory.total[0][i] = total;
+  }
+}
+
 // Four elements of packed row `i` of the block.
-DEVICE void add_up(Memory &memory, const Params &p, const Sequence &s, const Block &b, int i, int dim) {
-  const PackedRow &packed_row = memory.packed_rows[i];
-  // A sink is one more logit, without a value. The first split has it.
-  float sink = -INFINITY_F;
-  if (p.sinks && p.use_sinks && b.split == 0) sink = ((const float *)p.sinks)[packed_row.head] * kLog2E;
-  float top = sink;
-  for (int w = 0; w < kTeams; ++w) top = max(top, memory.maximum[w][i]);
-  float base = top == -INFINITY_F ? 0.0f : top;
-  float total = exp2(sink - base);
+DEVICE void add_up(const Memory &memory, const Params &p, const Sequence &s, const Block &b, int i, int dim) {
+  // Nobody reads the output of a split that saw no key.
+  if (dim >= p.head_dim_v || (p.num_splits > 1 && memory.total[0][i] == 0.0f)) return;
   Four o{};
   for (int w = 0; w < kTeams; ++w) {
-    float weight = exp2(memory.maximum[w][i] - base);
-    total += weight * memory.total[w][i];
+    float weight = memory.maximum[w][i];
     Four sum = *(const Four *)(memory.sums[w][i] + dim);
     for (int j = 0; j < 4; ++j) o.x[j] += weight * sum.x[j];
   }
-  bool saw = total != 0.0f;
-  if (dim == 0) store_lse(p, s, b, packed_row, saw ? (top + log2(total)) * kLn2 : -INFINITY_F);
-  // Nobody reads the output of a split that saw no key.
-  if (dim >= p.head_dim_v || (!saw && p.num_splits > 1)) return;
-  float inverse = saw ? reciprocal(total) : 0.0f;
-  if constexpr (kFloat8) inverse *= scales_of(memory).output;
-  for (int j = 0; j < 4; ++j) o.x[j] *= inverse;
-  store(p, s, b, packed_row, dim, o);
+  store(p, s, b, memory.packed_rows[i], dim, o);
 }
 
 extern "C" __global__ WORKGROUP(kThreads, 1) void attn_decode(KERNEL_PARAMS p) {
@@ -396,9 +418,11 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_decode(KERNEL_PARAMS p) {
   barrier();
   share_sums(memory, state);
   barrier();
-  for (int item = thread_index(); item < kPackedRows * HEAD_DIM_V / 4; item += kThreads) {
-    int i = item / (HEAD_DIM_V / 4);
-    if (b.first_packed_row + i >= b.packed_rows) return;
-    add_up(memory, p, s, b, i, item % (HEAD_DIM_V / 4) * 4);
-  }
+  weigh_teams(memory, p, s, b);
+  barrier();
+  constexpr int kFours = HEAD_DIM_V / 4;
+#pragma unroll 4
+  for (int item = thread_index(); item < kPackedRows * kFours; item += kThreads)
+    if (b.first_packed_row + item / kFours < b.packed_rows)
+      add_up(memory, p, s, b, item / kFours, item % kFours * 4);
 }
