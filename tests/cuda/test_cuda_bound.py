@@ -457,18 +457,21 @@ def test_chunks_are_splits_where_blocks_are_few(
         forward, combine = launches(driver)
         for name, _, values in (forward, combine):
             assert ("CHUNK_TILES" if values is forward[2] else "CHUNKED") in name
-            assert values["num_splits"] == 3
+            assert values["num_splits"] == 5
             assert values["partial_out"] == forward[2]["partial_out"] != 0
 
 
-def test_blocks_that_are_many_keep_what_chunks_came_to(driver: Any) -> None:
-    q, k, v = (torch.randn(70, n, 2, 64).bfloat16() for n in (70, 2100, 2100))
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_blocks_that_are_many_keep_what_chunks_came_to(driver: Any, head_dim: int) -> None:
+    q, k, v = (torch.randn(70, n, 2, head_dim).bfloat16() for n in (70, 2100, 2100))
     for _ in range(3):
         out, lse = pyfa.attention(q, k, v, batch_invariant=True, return_lse=True)
         assert (out.shape, lse.shape) == (q.shape, (70, 2, 70))
-        ((_, _, values),) = launches(driver)
+        ((name, _, values),) = launches(driver)
         assert values["num_splits"] == 1
-        assert values["partial_out"] != 0
+        # Above head_dim 128 shared memory has no room for it.
+        assert ("CHUNK_SHARED" in name) == (head_dim == 64)
+        assert (values["partial_out"] != 0) == (head_dim == 256)
     pyfa.attention(q, k[:, :2000], v[:, :2000], batch_invariant=True)
     ((_, _, values),) = launches(driver)
     assert values["partial_out"] == 0

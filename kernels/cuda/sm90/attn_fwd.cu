@@ -18,6 +18,7 @@
 STAGES and SHARED_BYTES"
 #endif
 
+#include "fwd_chunks.h"
 #include "fwd_load.h"
 
 // ---- products, in flight when these return ------------------------------------------------------
@@ -322,9 +323,10 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
             sum_up(rows);
             auto all = whole();
             first = broadcast(all.first);
-            if (broadcast(all.last) / kChunkTiles > chunk_first / kChunkTiles) Before(p).join(rows, o);
+            auto before = [&]() { return Before(p, shared + kBeforeAt, group); };
+            if (broadcast(all.last) / kChunkTiles > chunk_first / kChunkTiles) before().join(rows, o);
             if (chunk_first == first) break;
-            Before(p).keep(rows, o);
+            before().keep(rows, o);
             rows[0] = rows[1] = Row{kLowest, 0.0f};
 #pragma unroll
             for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] = 0.0f;

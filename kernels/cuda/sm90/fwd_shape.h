@@ -19,6 +19,9 @@ constexpr bool kManyCopies = HALVES > 1;  // that the producer issues for a tile
 constexpr bool kTwoPacked = PACKED && BLOCKS > 1;  // with 24 registers the producer over pages has 8 bytes
 constexpr int kProducerRegisters = GROUPS == 3 ? 32 : kFloat8 || kManyCopies || kTwoPacked ? 40 : 24;
 constexpr int kConsumerRegisters = GROUPS == 3 ? 160 : kTwoPacked ? 216 : kFloat8 || kManyCopies || BLOCKS > 1 ? 232 : 240;
+// A block has as many as it starts with, equally many of each warp. Waiting for more, it would never end.
+constexpr int kRegistersAtStart = 512 / BLOCKS / (GROUPS + 1) / 8 * 8;
+static_assert(kProducerRegisters + GROUPS * kConsumerRegisters <= (GROUPS + 1) * kRegistersAtStart, "of a lane");
 
 // Whether consumer warpgroups alternate: one issues its products while another computes its softmax.
 constexpr bool kPingPong = GROUPS > 1;
@@ -62,7 +65,12 @@ constexpr bool kTwoProducers = PAGE_ROWS != 0 && !kFloat8;
 // rows, and those with chunks have no registers to spare.
 constexpr bool kScheduler = !kFloat8 && !kTwoProducers && HEAD_DIM != 192 && !PACKED && !kChunkTiles;
 constexpr int kWorkReaders = 4 * GROUPS + (kFloat8 ? kTransposers : kTwoProducers ? 1 : kScheduler ? 2 : 0);  // warps
-constexpr int kSharedBytes = kWorkInfoAt + kWorkStages * kWorkInfoBytes;
+// What a warpgroup keeps between chunks (fwd_chunks.h), if it lies in shared memory: the output, a base and a sum of
+// each row.
+constexpr int kBeforeAt = kWorkInfoAt + kWorkStages * kWorkInfoBytes;
+constexpr int kBeforeStates = kGroupRows * 8;
+constexpr int kBeforeBytes = CHUNK_SHARED ? kGroupRows * HEAD_DIM_V * 4 + kBeforeStates : 0;
+constexpr int kSharedBytes = kBeforeAt + GROUPS * kBeforeBytes;
 static_assert(kSharedBytes == SHARED_BYTES, "as the plan says");
 
 // Each stage has two mbarriers. `full`: its copy has arrived. `empty`: the warps that read it are done.

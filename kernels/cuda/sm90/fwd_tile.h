@@ -36,6 +36,11 @@ constexpr bool kFloat8 = INPUTS == E4M3;
 #define PAGE_ROWS 0
 #endif
 
+// Whether a page has PAGE_ROWS keys.
+#ifndef WHOLE_PAGES
+#define WHOLE_PAGES 0
+#endif
+
 // Whether a row's bits are independent of the other rows of its warp. Its base is then raised only by its own
 // scores, not because another row outgrew its base.
 #ifndef INVARIANT
@@ -66,6 +71,10 @@ constexpr bool kFewRows = GROUPS != OF_GROUPS && HEAD_DIM_V <= 64 && !PACKED;
 #define CHUNK_TILES 0
 #endif
 constexpr int kChunkTiles = CHUNK_TILES;
+// Whether what a warpgroup keeps between chunks lies in shared memory.
+#ifndef CHUNK_SHARED
+#define CHUNK_SHARED 0
+#endif
 constexpr bool kBlockScaled = kFloat8 && SCALES == PER_BLOCK;
 constexpr int kInner = kFloat8 ? 32 : 16;  // elements of a product's inner dimension
 
@@ -450,52 +459,6 @@ DEVICE bool online_softmax_to(float to_base_2, const Scores &s, Rows &rows, Prob
   rows[1].total += sums[1];
   return raised;
 }
-
-// ---- chunks -------------------------------------------------------------------------------------
-
-// The sum of a chunk lies in the first of a row's four lanes.
-DEVICE void sum_up(Rows &rows) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float total = row_sum(rows[h].total);
-    rows[h].total = lane_index() % 4 == 0 ? total : 0.0f;
-  }
-}
-
-// What the chunks before this one came to, of the rows that the block has. Every thread has its own part, in
-// memory that the block writes and reads over and over: it stays in the L2 cache.
-struct Before {
-  struct alignas(16) Four {
-    float x[4];
-  };
-  static constexpr int kStep = GROUPS * 128;  // threads
-  Four *at;
-  METHOD Before(const Params &p) {
-    int thread = workgroup_index() * (kStep * (kDimTiles + 1)) + thread_index() - 128;
-    pin(thread);  // or the address is kept through the loop over tiles
-    at = (Four *)p.partial_out + thread;
-  }
-  METHOD void keep(const Rows &rows, const Output &o) const {
-    at[0] = Four{{rows[0].base, rows[0].total, rows[1].base, rows[1].total}};
-#pragma unroll
-    for (int t = 0; t < kDimTiles; ++t)
-      at[(t + 1) * kStep] = Four{{o[4 * t], o[4 * t + 1], o[4 * t + 2], o[4 * t + 3]}};
-  }
-  METHOD void join(Rows &rows, Output &o) const {
-    Four states = at[0];
-    Join joins[2] = {Join(states.x[0], rows[0].base), Join(states.x[2], rows[1].base)};
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      rows[h] = Row{joins[h].base, joins[h](states.x[2 * h + 1], rows[h].total)};
-#pragma unroll
-    for (int t = 0; t < kDimTiles; ++t) {
-      if (t % 2 == 0) asm volatile("" ::: "memory");  // or all loads come first, and take registers
-      Four four = at[(t + 1) * kStep];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) o[4 * t + i] = joins[i / 2](four.x[i], o[4 * t + i]);
-    }
-  }
-};
 
 // ---- for the epilogue ---------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ struct Pages {
   int known[kKnown];
 
   METHOD Pages(const Params &p, const Sequence &s, int n) {
-    int key = n * BLOCK_K, page = key / p.page_size;
+    int key = n * BLOCK_K, page = WHOLE_PAGES ? n * kCopies : key / p.page_size;
     at = (const int *)p.page_table + s.batch * p.page_table_batch + page;
-    offset = key - page * p.page_size;
+    offset = WHOLE_PAGES ? 0 : key - page * p.page_size;
     copies = min((s.keys - key + PAGE_ROWS - 1) / PAGE_ROWS, kCopies);
     int row = offset;
     const int *next = at;
@@ -34,9 +34,11 @@ struct Pages {
     }
   }
   static METHOD void next_copy(const Params &p, int &row, const int *&page) {
-    row += PAGE_ROWS;
-    if (row < p.page_size) return;
-    row = 0;
+    if constexpr (!WHOLE_PAGES) {
+      row += PAGE_ROWS;
+      if (row < p.page_size) return;
+      row = 0;
+    }
     ++page;
   }
 };
@@ -59,21 +61,37 @@ DEVICE void load_keys(const Params &p, const Sequence &s, const Pages &pages, co
   int row = pages.offset;
   const int *next = pages.at;
   auto copy = [&](int i, int page) {
-    if (i >= pages.copies) return;
 #pragma unroll
     for (int j = 0; j < panels; ++j)
       tma_load(to + i * kCopyBytes + j * panel_bytes, map, full, (first + j) * width, row, head, page);
     Pages::next_copy(p, row, next);
   };
+  if (WHOLE_PAGES && pages.copies == kCopies) {
+    // Of a whole tile nothing is asked for each copy: the producers' instructions take the place of the consumers'.
 #pragma unroll
-  for (int i = 0; i < kKnown; ++i) copy(i, pages.known[i]);
+    for (int i = 0; i < kKnown; ++i) copy(i, pages.known[i]);
+#pragma unroll 1
+    for (int i = kKnown; i < kCopies; i += 4) {
+      int four[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) four[j] = i + j < kCopies ? pages.at[i + j] : 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (i + j < kCopies) copy(i + j, four[j]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kKnown; ++i)
+    if (i < pages.copies) copy(i, pages.known[i]);
 #pragma unroll 1
   for (int i = kKnown; i < pages.copies; i += 4) {
     int four[4], ahead = row;
     const int *at = next;
     pages.read(p, ahead, at, i, four);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) copy(i + j, four[j]);
+    for (int j = 0; j < 4; ++j)
+      if (i + j < pages.copies) copy(i + j, four[j]);
   }
 #else
   mbarrier_arrive_expect_tx(full, panels * panel_bytes + more);

@@ -25,6 +25,7 @@ from ..native.tiles.sm90 import (
     FORWARD_OF_WINDOW,
     LAUNCH_US,
     ROWS,
+    SHARED_BYTES,
     SMALL,
     Own,
     Pace,
@@ -159,7 +160,7 @@ def plan(problem: Problem) -> Plan:
         kind = _kind_alone(pair, score)
     invariant = "batch_invariant" in problem.features
     tiles = (FORWARD_INVARIANT if invariant or packed else FORWARD)[pair][kind]
-    chunk = tiles.chunk_tiles * tiles.block_k if invariant and kind != _TERMS else 0
+    chunk = tiles.chunk_tiles(pair) * tiles.block_k if invariant and kind != _TERMS else 0
     notes = plans.notes_of(problem, pair, chunk)
     groups = tiles.groups
     simple = problem.features <= _SIMPLE
@@ -275,8 +276,12 @@ def _spills(pair: Pair) -> bool:
 
 def page_rows(page_size: int, tiles: Own) -> dict[str, int]:
     """Return ``PAGE_ROWS``, the number of keys in one copy: it divides both ``page_size`` and the
-    keys of a tile. The result is empty without pages (``page_size`` 0)."""
-    return {"PAGE_ROWS": math.gcd(page_size, tiles.block_k)} if page_size else {}
+    keys of a tile. ``WHOLE_PAGES``: that is a page. The result is empty without pages
+    (``page_size`` 0)."""
+    if not page_size:
+        return {}
+    rows = math.gcd(page_size, tiles.block_k)
+    return {"PAGE_ROWS": rows, **({"WHOLE_PAGES": 1} if rows == page_size else {})}
 
 
 def _plan(
@@ -291,7 +296,7 @@ def _plan(
     if invariant:
         more["INVARIANT"] = 1
         if kind != _TERMS:
-            more["CHUNK_TILES"] = tiles.chunk_tiles
+            more["CHUNK_TILES"] = tiles.chunk_tiles(pair)
     if packed:
         more["PACKED"] = 1
     if groups != tiles.groups:
@@ -302,7 +307,11 @@ def _plan(
         tiles = tiles._replace(groups=groups, stages=stages)
     if groups == 1:
         more["BLOCKS"] = _fit(tiles, pair)
-    return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
+    shared, kept = tiles.shared_bytes(pair), tiles.kept_bytes(pair)
+    if "CHUNK_TILES" in more and shared + kept <= SHARED_BYTES // _fit(tiles, pair):
+        more["CHUNK_SHARED"] = 1
+        shared += kept
+    return plan_of(tiles, pair, dtype, score, shared, notes, **more)
 
 
 def _plan_with_bias(pair: Pair, dtype: int, notes: Iterable[str] = ()) -> Plan:

@@ -45,7 +45,8 @@ def _block_of(plan: Plan) -> Block:
             return block
         chunk = values["CHUNK_TILES"] * values["BLOCK_K"]
         # The output and the states of a row, once for each of its four lanes.
-        return block._replace(chunk=chunk, kept=rows * (values["HEAD_DIM_V"] + 8))
+        kept = 0 if "CHUNK_SHARED" in values else rows * (values["HEAD_DIM_V"] + 8)
+        return block._replace(chunk=chunk, kept=kept)
     if plan.kernel == latent_sm90.KERNEL:
         return Block(threads, sm90.ROWS, values["BLOCK_K"])
     if plan.kernel == forward.KERNEL:

@@ -11,9 +11,12 @@ from .sm80 import TILES as OF_SM80
 
 ROWS = 64  # query rows of a warpgroup of the forward
 STAGES = 2  # buffers: in the forward for K and for V, in the backward for Q and for dO
-# With batch_invariant, rows with more keys than this are computed in chunks, which are then merged.
-# Calls with score terms have no chunks, because they would spill.
+# With batch_invariant, rows with more keys than a chunk are computed in chunks, which are then
+# merged. Calls with score terms have no chunks, because they would spill. Chunks are shorter where
+# a block has room in shared memory for what it keeps between them (``Own.kept_bytes``).
 CHUNK_KEYS = 2048
+SHORT_CHUNK_KEYS = 1024
+SHARED_BYTES = 227 * 1024  # at most, of a block
 TOLD = 2  # how many work tiles the copying warp may be ahead
 _GROUP_KEYS = 64  # keys of a warpgroup of the backward
 _PANEL_BYTES = 128  # bytes of a row that TMA and the matrix instruction swizzle together
@@ -33,10 +36,15 @@ class Own(NamedTuple):
         """Return the query rows of a block."""
         return self.groups // self.halves * ROWS
 
-    @property
-    def chunk_tiles(self) -> int:
+    def chunk_tiles(self, pair: Pair) -> int:
         """Return the tiles of a chunk with ``batch_invariant``."""
-        return CHUNK_KEYS // self.block_k
+        short = self.shared_bytes(pair) + self.kept_bytes(pair) <= SHARED_BYTES
+        return (SHORT_CHUNK_KEYS if short else CHUNK_KEYS) // self.block_k
+
+    def kept_bytes(self, pair: Pair) -> int:
+        """Return the bytes that a block keeps between chunks: its output in float32, and a base and
+        a sum of each row."""
+        return self.rows * (4 * pair[1] + 8)
 
     def shared_bytes(self, pair: Pair, bias: bool = False) -> int:
         """Return the bytes of a block: queries, stages (with ``bias``, each stage has a tile of the
