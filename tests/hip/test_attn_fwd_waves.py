@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +14,11 @@ from pyfa import device
 from pyfa.backends.hip import code, forward
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native.tiles import gfx942
+from pyfa.cli.problem import add_flags, explain
 from pyfa.plan import Plan
 from pyfa.problem import Problem
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "mi300x_waves.json"
 PAIRS = tuple(gfx942.FORWARD_SMALL)
 PLANS = [
     plan
@@ -151,3 +156,27 @@ def test_both_kinds_are_listed_once() -> None:
     for plan in PLANS:
         block = TARGET.block_of(plan)
         assert (block.rows, block.threads) == (128, 256)
+
+
+def of_flags(flags: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    explanation = explain(parser.parse_args(flags.split()), "MI300X", "hip")
+    (plan,) = (one.plan for one in explanation.answers if one.backend == "hip")
+    assert plan is not None
+    return int(dict(plan.constants)["WAVES"])
+
+
+def test_the_timing_model_was_asked_about_these_limits() -> None:
+    """Model, not measured. No chosen call of known lengths takes longer with 4 wavefronts, and of a
+    large grid's windows and short causal calls those left out would gain less than 10 %."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    for row in rows:
+        assert of_flags(row["problem"]) == row["chosen"], row["problem"]
+        if row["chosen"] == 4:
+            assert row["ratio"][1] < 1, row["problem"]
+    large = [row for row in rows if "--batch 64 --heads 32" in row["problem"]]
+    windows = [row for row in large if "--window" in row["problem"]]
+    assert {row["chosen"] for row in windows} == {4, 8}
+    assert min(row["ratio"][1] for row in windows if row["chosen"] == 8) > 0.9
+    assert max(row["ratio"][1] for row in windows if row["chosen"] == 4) < 0.92
