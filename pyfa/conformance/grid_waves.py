@@ -39,6 +39,9 @@ def quick() -> Iterator[Case]:
         # Rows that see no key, and more rows than keys.
         window = {"window": (40, -1)} if index % 2 else {"causal": True, "window": (1300, 0)}
         yield dense(300, 200, 1, sinks=index % 4 == 3, **window, **_GROUP, **shape)
+    # Three workgroups of 128 rows at head_dim 96; other families have such cases at 64 and 128.
+    for half in HALF:
+        yield dense(257, 300, 1, causal=True, heads_q=4, head_dim=96, dtype=half)
 
 
 def full() -> Iterator[Case]:
@@ -56,7 +59,7 @@ def full() -> Iterator[Case]:
         yield packed(_SPLIT, "kvcache", sinks=True, **fields, **shape)
         yield packed(_SPLIT, "kvcache", leftpad=True, batch_idx=True, **fields,
                      **{**shape, "head_dim": dim - 5})  # fmt: skip
-    # Workgroups of 128 rows at head_dim 96; other families have such cases at 64 and 128.
+    # More of them at head_dim 96.
     for half in HALF:
         shape = {"head_dim": 96, "dtype": half}
         yield packed(((65, 0, 33), (200, 33, 97)), "varlen", causal=True, used_k=True, **_MANY,
@@ -64,4 +67,3 @@ def full() -> Iterator[Case]:
         yield packed(((1,) * 64 + (130, 40), (3,) * 64 + (9, 140)), "varlen", **shape)
         yield packed(((40, 9), (7, 20)), "varlen", **_THREES, **shape)
         yield dense(65, 200, 1, window=(100, 20), sinks=True, **_MANY, **shape)
-        yield dense(257, 300, 1, causal=True, heads_q=4, **shape)

@@ -159,6 +159,12 @@ FAULTS = {
            ),
            "blocks of 160 rows": ("find_work<false, kBlockQ>", "find_work<false, 160>"),
        }.items()},
+    "keys loaded as by 8 wavefronts": (
+        "128 rows, 128", "KeyLoads<BLOCK_K, HEAD_DIM, WAVES>", "KeyLoads<BLOCK_K, HEAD_DIM, 8>",
+    ),
+    "values loaded as by 8 wavefronts": (
+        "128 rows, 128", "M::kDepth, WAVES> Values", "M::kDepth, 8> Values",
+    ),
     "workgroups of one die only": ("heads", "id % dies * (pairs / dies)", "0 * (pairs / dies)"),
 }  # fmt: skip
 
