@@ -30,14 +30,14 @@ UNIT = 4  # clocks of a cycle of llvm-mca's model
 # llvm-mca 19 aborts on loads that go directly to LDS, gives a barrier a latency of its own, and
 # knows no targets of branches.
 DROPPED = re.compile(r"s_barrier|s_c?branch|s_endpgm|.*\blds$")
-NOTES = (
+NOTES = [
     "inspect: the busiest of MFMA, VALU+exp and LDS is taken as never idle and all others as "
     "hidden: no latency, waits, barriers, issue limits, caches, HBM, power. Nothing was measured.",
     "llvm-mca: one wavefront alone, in order; a second one on the SIMD would fill gaps. Branches, "
     "barriers and what llvm-mca does not take (all buffer loads; see `dropped`) are left out, so "
     "nothing waits for memory or for other wavefronts; v_exp_f32 takes 1 cycle of issue instead of "
     "4; LDS has a fixed latency and no conflicts. A model of one wavefront, no prediction.",
-)
+]
 
 
 def tool(name: str) -> str | None:

@@ -142,8 +142,12 @@ def kinds_of(plan: Plan, dim: int) -> list[Kind]:
     return kinds
 
 
-def tiles_of(block: int, size: int, length: int, step: int, of_keys: bool) -> int:
-    """Tiles of ``step`` that a block of ``size`` visits under a causal mask."""
+def tiles_of(
+    block: int, size: int, length: int, step: int, of_keys: bool, causal: bool = True
+) -> int:
+    """Tiles of ``step`` that a block of ``size`` visits."""
+    if not causal:
+        return -(-length // step)
     if of_keys:
         return -(-(length - block * size // step * step) // step)
     return -(-min((block + 1) * size, length) // step)
@@ -195,8 +199,9 @@ def by_length(
 
 
 def launches(
-    plan: Plan, kind: Kind, lengths: Sequence[int], heads_q: int, heads_k: int
-) -> tuple[device.Launch, device.Launch]:
+    plan: Plan, kind: Kind, lengths: Sequence[int], heads_q: int, heads_k: int,
+    causal: bool = True,
+) -> tuple[device.Launch, device.Launch]:  # fmt: skip
     """A kernel's launch by the longest sequence, and by length."""
     block, name = TARGET.block_of(plan), name_of(plan)
     of_keys, size = not block.rows, block.rows or block.keys
@@ -208,14 +213,14 @@ def launches(
     def clocks(number: int, length: int) -> float:
         if of_rows:
             return kind.fixed
-        tiles = tiles_of(number, size, length, step, of_keys) * again
-        return kind.fixed + kind.tile * tiles + (0 if of_keys else kind.masked)
+        tiles = tiles_of(number, size, length, step, of_keys, causal) * again
+        return kind.fixed + kind.tile * tiles + (kind.masked if causal and not of_keys else 0)
 
     matrix = 0.0
     if not of_rows:
         matrix = heads * sum(
             kind.fixed_matrix
-            + kind.matrix_of_tile * tiles_of(n, size, length, step, of_keys) * again
+            + kind.matrix_of_tile * tiles_of(n, size, length, step, of_keys, causal) * again
             for length in lengths for n in range(-(-length // size))
         )  # fmt: skip
     old = by_longest(lengths, heads, size, clocks, kind.empty, of_keys)

@@ -1,64 +1,165 @@
 """Compare MI300X forwards of workgroups with 8 and 4 wavefronts by the model (model, not measured).
 
-``python benchmarks/mi300x_waves.py [--save]`` computes the time of plain forwards with the tiles of
-``pyfa/backends/native/tiles/gfx942.py``, and with workgroups of 4 wavefronts, of which a compute
-unit has two at a time. ``--save`` writes ``results/mi300x_waves.json``.
+``python benchmarks/mi300x_waves.py [--save]`` computes the time of plain forwards in bfloat16 with
+either kind of workgroup, and says which one pyfa chooses (``pyfa/backends/hip/forward.py``). Of a
+packed batch, which is modeled workgroup by workgroup as in ``mi300x_packed.py``, the lengths are
+drawn. ``--save`` writes ``results/mi300x_waves.json``.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import machine
 import mi300x_own
+import mi300x_packed
 
-from pyfa.backends.common.calls import DTYPE_CODES, PLAIN
-from pyfa.backends.hip import code, forward
-from pyfa.backends.hip.plans import EMULATED, tiles_of
-from pyfa.backends.native.tiles import Pair, gfx942
+from pyfa.backends.hip import code, runtime_timing
+from pyfa.backends.hip.plans import EMULATED
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native.tiles import gfx942
+from pyfa.cli.inspect_timing import DEVICE, WORDS
+from pyfa.cli.problem import modeled
+from pyfa.device import by_name
+from pyfa.emulator.timing import constants, device
+from pyfa.plan import Plan
+from pyfa.problem import Problem
 
-BFLOAT16 = DTYPE_CODES["bfloat16"]
-# With 32 keys per tile at head_dim 128, two workgroups fit in the LDS of a compute unit.
-FOUR = {(64, 64): gfx942.Forward(64, 4), (128, 128): gfx942.Forward(32, 4)}
-PROBLEMS = tuple(
-    f"--batch {batch} --seqlen {tokens} --heads {heads} --head-dim {dim}{more}"
-    for dim in (64, 128)
-    for batch, tokens, heads, more in (
-        (1, 8192, 16, " --causal --window 128,0"),
-        (1, 8192, 16, " --causal --window 512,0"),
-        (1, 8192, 16, " --causal --window 1024,0"),
-        (1, 8192, 16, " --causal --window 4096,0"),
-        (64, 50, 12, ""),
-        (64, 197, 12, ""),
-        (8, 512, 16, ""),
-        (1, 128, 32, " --causal"),
-        (1, 512, 32, " --causal"),
-        (1, 2048, 32, " --causal"),
-        (16, 1024, 16, " --causal"),
-        (16, 1024, 16, ""),
-        (4, 4096, 16, " --causal"),
-        (4, 4096, 16, ""),
-        (4, 16384, 16, ""),
-    )
-)
+DIMS = tuple(pair[0] for pair in gfx942.FORWARD_SMALL)
+KINDS = (8, 4)
+SEQUENCES = ((1, 8), (1, 32), (4, 32), (64, 32))  # and heads: from a small grid to a large one
+HEADS = 32, 8  # of a packed batch
+WINDOWS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 4096)
+LENGTHS = (50, 128, 197, 256, 384, 512, 577, 768, 1024, 1536, 2048, 4096)
+FEW_ROWS = ((64, 2048), (128, 1024), (128, 16384), (256, 1024), (300, 1024), (300, 4096),
+            (512, 1024), (512, 4096), (2048, 77))  # fmt: skip
+LONGEST = (128, 256, 512, 1024, 2048, 4096)  # of a packed batch
 
 
-def microseconds(tiles: dict[Pair, gfx942.Forward]) -> list[list[float]]:
-    """The shortest and the longest time of each problem, with ``tiles`` in place of the table's."""
-    gfx942.FORWARD.update(tiles)
-    rows = mi300x_own.modelled_rows(PROBLEMS)
-    return [sorted(1e6 * seconds for seconds in row["seconds"]) for row in rows]
+def problems() -> Iterator[str]:
+    """The flags of each dense problem."""
+    for dim, (batch, heads) in itertools.product(DIMS, SEQUENCES):
+        first = f"--batch {batch} --heads {heads} --head-dim {dim} --seqlen"
+        for keys in WINDOWS:
+            tokens = 4096 if batch == 64 else 8192
+            yield f"{first} {tokens} --causal --window {keys - 1},0"
+        for shape, mask in itertools.product(
+            (*LENGTHS, *(f"{rows},{keys}" for rows, keys in FEW_ROWS)), ("", " --causal")
+        ):
+            if "2048,77" not in str(shape) or not mask:
+                yield f"{first} {shape}{mask}"
+    for dim in DIMS:
+        yield f"--batch 4 --heads 16 --head-dim {dim} --seqlen 16384"
+        yield f"--batch 16 --heads 16 --head-dim {dim} --seqlen 1024 --causal"
 
 
-def resources(pair: Pair) -> dict[str, int]:
-    """What a workgroup of 4 wavefronts takes, of the plain forward in bfloat16."""
-    tiles = tiles_of(EMULATED)
-    mine = tiles._replace(forward={**tiles.forward, pair: FOUR[pair]})
-    plan = forward._plan("emulator", mine, pair, BFLOAT16, BFLOAT16, PLAIN, False)
-    kernel = code.compiled(plan, EMULATED).kernel
+@contextlib.contextmanager
+def only(waves: int) -> Iterator[None]:
+    """Give every plain forward workgroups of so many wavefronts."""
+    tiles = gfx942.TILES
+    small = {pair: one.tiles for pair, one in tiles.forward_small.items()} if waves == 4 else {}
+    one_kind = tiles._replace(forward={**tiles.forward, **small}, forward_small={})
+    with mock.patch.object(gfx942, "TILES", one_kind):
+        yield
+
+
+def waves_of(plan: Plan) -> int:
+    return int(dict(plan.constants)["WAVES"])
+
+
+def of_dense(flags: str) -> tuple[Plan, list[float]]:
+    """The plan, and the shortest and the longest time in microseconds."""
+    explanation, model, _ = modeled(mi300x_own.options_of(flags))
+    (plan,) = (one.plan for one in explanation.answers if one.backend == "hip")
+    assert plan is not None
+    (answer,) = runtime_timing.answers(plan, explanation.problem, model.shape, model)
+    return plan, sorted(round(1e6 * seconds, 2) for seconds in answer.seconds)
+
+
+def row_of(what: dict[str, Any], times: dict[int, list[float]], chosen: int) -> dict[str, Any]:
+    ratios = sorted(b / a for a, b in zip(times[8], times[4], strict=True))
     return {
-        **FOUR[pair]._asdict(),
+        **what,
+        "us, 8 wavefronts": times[8],
+        "us, 4 wavefronts": times[4],
+        "ratio": [round(ratio, 3) for ratio in ratios],
+        "chosen": chosen,
+    }
+
+
+def dense_rows() -> Iterator[dict[str, Any]]:
+    for flags in problems():
+        times = {}
+        for waves in KINDS:
+            with only(waves):
+                _, times[waves] = of_dense(flags)
+        chosen, us = of_dense(flags)
+        assert us == times[waves_of(chosen)]
+        yield row_of({"problem": flags}, times, waves_of(chosen))
+
+
+def lengths_of(kind: str, count: int, longest: int) -> list[int]:
+    """Draw lengths, one of which is the longest."""
+    draw = random.Random(1)
+
+    def one() -> int:
+        if kind == "equal":
+            return longest
+        if kind == "uniform":
+            return draw.randint(1, longest)
+        return max(1, min(longest, int(draw.lognormvariate(0, 0.8) * longest / 5)))
+
+    return [longest, *(one() for _ in range(count - 1))]
+
+
+def packed_problem(dim: int, count: int, longest: int, causal: bool) -> Problem:
+    features = {"varlen", "gqa", *(["causal"] if causal else [])}
+    return Problem(
+        batch=count, seqlen_q=longest, seqlen_k=longest, heads_q=HEADS[0], heads_k=HEADS[1],
+        head_dim=dim, head_dim_v=dim, dtype="bfloat16", features=frozenset(features),
+        device=by_name(DEVICE), square=True,
+    ).bucketed()  # fmt: skip
+
+
+def packed_rows() -> Iterator[dict[str, Any]]:
+    for dim in DIMS:
+        kinds = {}
+        for waves in KINDS:
+            with only(waves):
+                plan = TARGET.forward_plan("hip", packed_problem(dim, 64, 128, False))
+            kinds[waves] = plan, mi300x_packed.kinds_of(plan, dim)
+        for causal, longest, kind, count in itertools.product(
+            (False, True), LONGEST, ("equal", "uniform", "lognormal"), (16, 64)
+        ):
+            lengths, times = lengths_of(kind, count, longest), {}
+            for waves, (plan, costs) in kinds.items():
+                seconds = [
+                    device.time(
+                        [mi300x_packed.launches(plan, one, lengths, *HEADS, causal)[1]], end
+                    ).seconds
+                    for one, end in zip(costs, constants.ends(), strict=True)
+                ]
+                times[waves] = sorted(round(1e6 * one, 2) for one in seconds)
+            what = {
+                "head_dim": dim, "causal": causal, "sequences": count, "lengths": kind,
+                "longest": longest,
+            }  # fmt: skip
+            asked = packed_problem(dim, count, longest, causal)
+            yield row_of(what, times, waves_of(TARGET.forward_plan("hip", asked)))
+
+
+def resources(dim: int) -> dict[str, int]:
+    """What a workgroup of 4 wavefronts takes, of the plain forward in bfloat16."""
+    plan, _ = of_dense(f"--seqlen 128 --head-dim {dim}")
+    kernel = code.load(plan, EMULATED).kernel
+    return {
+        **gfx942.FORWARD_SMALL[dim, dim].tiles._asdict(),
         "vgprs": kernel.vgprs,
         "vgpr_spills": kernel.vgpr_spills,
         "sgpr_spills": kernel.sgpr_spills,
@@ -66,20 +167,35 @@ def resources(pair: Pair) -> dict[str, int]:
     }
 
 
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ratios of the calls that use 4 wavefronts, and of the others."""
+    found = {}
+    for waves in KINDS:
+        mine = [row["ratio"] for row in rows if row["chosen"] == waves]
+        every = [ratio for both in mine for ratio in both]
+        found[f"{waves} wavefronts"] = {
+            "problems": len(mine),
+            "ratio": [min(every), round(sum(every) / len(every), 3), max(every)],
+        }
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
-        eight, four = pool.map(microseconds, ({}, FOUR), chunksize=1)
-    rows = [
-        {"problem": flags, "us, 8 wavefronts": before, "us, 4 wavefronts": after}
-        for flags, before, after in zip(PROBLEMS, eight, four, strict=True)
-    ]
+    rows = {"dense": list(dense_rows()), "packed": list(packed_rows())}
+    results = {
+        "what": "plain forwards in bfloat16, the shortest and the longest time; ratio: of 4 "
+        f"wavefronts to 8, and of the chosen kinds the least, mean and largest: {WORDS}",
+        "4 wavefronts": {str(dim): resources(dim) for dim in DIMS},
+        "chosen": {name: summary(some) for name, some in rows.items()},
+        "rows": rows["dense"],
+        "packed": rows["packed"],
+    }
+    print(results["chosen"])
     if options.save:
-        what = "plain forwards in bfloat16, the shortest and the longest time: model, not measured"
-        taken = {str(pair[0]): resources(pair) for pair in FOUR}
-        print(machine.save("mi300x_waves", {"what": what, "4 wavefronts": taken, "rows": rows}))
+        print(machine.save("mi300x_waves", results))
 
 
 if __name__ == "__main__":

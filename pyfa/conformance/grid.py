@@ -28,6 +28,7 @@ from . import (
     grid_mods,
     grid_objects,
     grid_trees,
+    grid_waves,
     grid_wide,
 )
 from .cases import BIASES, FLOAT32_ROTARIES, LAYOUTS, RECIPES, ROTARIES, Case
@@ -242,6 +243,7 @@ def _quick() -> Iterator[Case]:
     yield from grid_decode.quick()
     yield from grid_latent.quick()
     yield from grid_trees.quick()
+    yield from grid_waves.quick()
     yield from grid_wide.quick()
 
 
@@ -369,6 +371,7 @@ def _full() -> Iterator[Case]:
     yield from grid_latent.full()
     yield from grid_objects.full()
     yield from grid_trees.full()
+    yield from grid_waves.full()
     yield from grid_wide.full()
 
 

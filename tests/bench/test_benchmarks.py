@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +19,8 @@ from pyfa.backends.cuda.target import TARGET
 from pyfa.backends.hip import code
 from pyfa.backends.native import catalog
 from pyfa.bench import timing
-from pyfa.conformance.cases import packed
+from pyfa.conformance import grid
+from pyfa.conformance.cases import Case, packed
 from pyfa.conformance.report import Report
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -497,3 +499,29 @@ def test_kernels_of_cases_are_known_without_compiling_them(
     assert kernel_cases.few(kernels_of) == [other, one, split]
     assert kernel_cases.few({one: kernels_of[one], other: kernels_of[one]}) == [other]
     assert kernel_cases.few({empty: kernels_of[one], one: kernels_of[one]}) == [one]
+
+
+def test_the_quick_level_runs_both_kinds_of_mi300x_forwards(script: Any) -> None:
+    """Each 16-bit type and head_dim whose plain forwards have two: each has several cases, among
+    them a causal one, grouped heads, lengths on the device, and rows that fill no workgroup."""
+    kernel_cases = script("kernel_cases")
+    declared = frozenset({"causal", "window", "gqa", "varlen", "seqused", "sinks"})
+    found: dict[tuple[int, str, int], list[Case]] = {}
+    for case in grid.cases("quick", declared, ("float16", "bfloat16")):
+        if not case.features <= declared or case.head_dim not in (64, 96, 128):
+            continue
+        for kernel in kernel_cases.selected(case):
+            constants = dict(kernel_cases.SHIPPED[kernel].constants)
+            if "WAVES" in constants and not constants["SCORE"]:
+                key = case.head_dim, case.dtype, constants["WAVES"]
+                found.setdefault(key, []).append(case)
+    for dim, dtype, waves in itertools.product((64, 96, 128), ("float16", "bfloat16"), (4, 8)):
+        cases = found[dim, dtype, waves]
+        assert any(case.features & {"causal", "window"} for case in cases), (dim, dtype, waves)
+        rows = 32 * waves
+        assert any(max(case.lengths_q) % rows for case in cases)
+        assert any(max(case.lengths_q) > rows for case in cases)
+        assert any("gqa" in case.features for case in cases)
+        if waves == 8:
+            assert any(case.features >= {"varlen", "seqused", "causal"} for case in cases)
+            assert any("causal" not in case.features for case in cases)

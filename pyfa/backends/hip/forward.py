@@ -6,20 +6,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...plan import Plan
-from ...problem import Problem
-from ..common import calls
+from ...problem import Problem, steps_of
+from ..common import calls, splits
 from ..common.calls import DROPOUT, GENERAL, PLAIN, score_class
 from ..native import lists
 from ..native.plans import modified, notes_of, plan_with
-from ..native.tiles import constants_of
-from ..native.tiles.gfx942 import Tiles
-from .plans import EMULATED, tiles_of
+from ..native.tiles import Pair, constants_of
+from ..native.tiles.gfx942 import SMALL_KEYS, Forward, Small, Tiles
+from .plans import EMULATED, device_of, tiles_of
 
 KERNEL = "hip/attn_fwd.hip"
 FLOAT8 = "float8_e4m3fnuz"
 FLOAT8_CODE = 2
 ROWS = 32  # of a wavefront
 LANES = 64
+# Plain calls with other features do not use workgroups of 4 wavefronts: their plans are others, or
+# (``batch_invariant``) their bits must not depend on the grid.
+_SIMPLE = frozenset(
+    ("causal", "window", "negative_edge", "sinks", "varlen", "seqused", "leftpad", "batch_idx",
+     "gqa", "dv", "backward", "dlse", "deterministic")
+)  # fmt: skip
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -50,7 +56,10 @@ def plan(backend: str, problem: Problem) -> Plan:
     score = score_class(replace(problem, features=problem.features - {"mask_mod"}))
     if paged or invariant or _tiles_have_scales(problem, pair):
         score = max(score, GENERAL)
-    found = _plan(backend, tiles, pair, dtype, out, score, paged, notes_of(problem, pair))
+    chosen = _general(tiles, pair, dtype, score, paged)
+    if score == PLAIN and problem.features <= _SIMPLE and pair in tiles.forward_small:
+        chosen = _chosen(problem, chosen, tiles.forward_small[pair])
+    found = _plan(backend, chosen, pair, dtype, out, score, paged, notes_of(problem, pair))
     return lists.listed(modified(found, problem.mods)) if problem.mods else found
 
 
@@ -62,28 +71,61 @@ def _tiles_have_scales(problem: Problem, pair: tuple[int, int]) -> bool:
     )
 
 
+def _chosen(problem: Problem, general: Forward, small: Small) -> Forward:
+    """Return the tiles of ``small`` for few rows, small windows and short sequences, else the
+    ``general`` ones.
+
+    A workgroup of half as many rows leaves fewer rows empty and visits fewer masked keys, and small
+    grids fill twice as many CUs. K and V are read once for half as many rows, so the limits exclude
+    calls with many keys, unless they have no more rows than such a workgroup.
+    """
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    if rows <= ROWS * small.tiles.waves:
+        return small.tiles
+    if "window" in problem.features:
+        return small.tiles if 0 < problem.window <= small.window else general
+    lines, units = problem.batch * problem.heads_q, device_of(problem).units
+    before, after = (-(-rows // (ROWS * tiles.waves)) * lines for tiles in (general, small.tiles))
+    parts = (splits.within_a_round(n, keys, units, 0, splits.FREE) for n in (before, after))
+    if len(set(parts)) > 1:  # the keys would be split less
+        return general
+    is_causal = "causal" in problem.features
+    if is_causal and problem.square and keys <= small.causal:
+        return small.tiles
+    if steps_of(problem.features) == 1:
+        fits = not is_causal and keys <= small.uneven
+    else:
+        fits = keys <= SMALL_KEYS and (after < 2 * before or after <= units)
+    return small.tiles if fits else general
+
+
+def _general(tiles: Tiles, pair: Pair, dtype: int, score: int, paged: bool) -> Forward:
+    """Return the tiles of calls of any size."""
+    table = tiles.forward_dropout if score == DROPOUT else tiles.forward
+    if dtype == FLOAT8_CODE and paged:
+        table = tiles.forward_float8_paged
+    elif dtype == FLOAT8_CODE:
+        table = tiles.forward_float8 if score == PLAIN else tiles.forward_float8_general
+    return table[pair]
+
+
 def _plan(
     backend: str,
-    tiles: Tiles,
-    pair: tuple[int, int],
+    tiles: Forward,
+    pair: Pair,
     dtype: int,
     out: int,
     score: int,
     paged: bool,
     notes: Sequence[str] = (),
 ) -> Plan:
-    table = tiles.forward_dropout if score == DROPOUT else tiles.forward
-    if dtype == FLOAT8_CODE and paged:
-        table = tiles.forward_float8_paged
-    elif dtype == FLOAT8_CODE:
-        table = tiles.forward_float8 if score == PLAIN else tiles.forward_float8_general
     constants = {
         "DTYPE": dtype,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
         "PAGED": int(paged),
         "SCORE": score,
-        **constants_of(table[pair]),
+        **constants_of(tiles),
     }
     if out != dtype:
         constants["OUT_DTYPE"] = out
@@ -92,12 +134,18 @@ def _plan(
 
 def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
     tiles = tiles_of(arch)
-    return [
-        _plan(backend, tiles, pair, FLOAT8_CODE if float8 else out, out, score, paged)
+    general = [
+        _plan(backend, _general(tiles, pair, dtype, score, paged), pair, dtype, out, score, paged)
         for float8 in (False, True)
         for paged, pairs in ((False, tuple(tiles.forward)), (True, tiles.paged_pairs))
         for pair in pairs
         for out in calls.DTYPE_CODES.values()
+        for dtype in (FLOAT8_CODE if float8 else out,)
         for score in ((GENERAL,) if paged else (PLAIN, GENERAL, DROPOUT))
         if not (float8 and score == DROPOUT)
+    ]
+    return general + [
+        _plan(backend, small.tiles, pair, dtype, dtype, PLAIN, False)
+        for pair, small in tiles.forward_small.items()
+        for dtype in calls.DTYPE_CODES.values()
     ]

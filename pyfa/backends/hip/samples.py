@@ -21,7 +21,7 @@ from ..native import backward as native_backward
 from ..native import decode as native_decode
 from ..native import forward as native_forward
 from ..native.launch import Launcher
-from ..native.tiles import GROUP
+from ..native.tiles import GROUP, gfx942
 from ..native.tiles.gfx942 import LINES
 from . import backward, decode, forward, latent
 
@@ -89,6 +89,8 @@ def _forward(plan: Plan) -> Sample:
     # The loop may be unrolled by two tiles: an even number of them in between.
     short, long = 8 * keys, 16 * keys
     kind = ("plain", "softcap", "dropout")[score] + (", paged" if paged else "")
+    if waves != gfx942.FORWARD[constants["HEAD_DIM"], constants["HEAD_DIM_V"]].waves:
+        kind += f", {waves} wavefronts"
     tiles = (long - short) // keys * waves
     masked = functools.partial(run, causal=True)
     return Sample(f"{_title(constants)} {kind}", run, short, long, rows, keys, tiles, masked)

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.skipif(
 BF16 = 1
 
 
-def forward_of(dim: int) -> runtime_timing.Kernel:
+def forward_of(dim: int, waves: int = 8) -> runtime_timing.Kernel:
+    wanted = {"DTYPE": BF16, "HEAD_DIM": dim, "PAGED": 0, "SCORE": 0, "WAVES": waves}
     (plan,) = (
         plan
         for plan in forward.all_plans("hip")
-        if dict(plan.constants) | {"DTYPE": BF16, "HEAD_DIM": dim, "PAGED": 0, "SCORE": 0}
-        == dict(plan.constants)
+        if dict(plan.constants) | wanted == dict(plan.constants)
         and dict(plan.constants)["HEAD_DIM_V"] == dim
     )
     return kernel_of(plan)
@@ -61,6 +61,12 @@ def test_products_of_a_tile_are_counted_whole() -> None:
 
 def test_forward_has_no_conflicts_by_the_true_phases() -> None:
     assert forward_of(64).conflict_clocks == forward_of(128).conflict_clocks == 0
+    assert forward_of(64, 4).conflict_clocks == forward_of(128, 4).conflict_clocks == 0
+
+
+def test_two_workgroups_of_4_wavefronts_share_a_unit() -> None:
+    for dim in (64, 128):
+        assert (forward_of(dim).resident, forward_of(dim, 4).resident) == (1, 2)
 
 
 def inspect(capsys: pytest.CaptureFixture[str], *flags: str) -> str:

@@ -19,6 +19,20 @@ class Forward(NamedTuple):
     mma: int = 32
 
 
+class Small(NamedTuple):
+    """``tiles`` of workgroups of 4 wavefronts, of which a CU has two at a time, and the most keys
+    of calls that use them.
+
+    ``window``: of a window. ``causal``: of a causal call with as many rows as keys. ``uneven``: of
+    sequences whose lengths are on the device, without a mask.
+    """
+
+    tiles: Forward
+    window: int
+    causal: int
+    uneven: int
+
+
 # How many products of 16 lines a wavefront of the latent kernel for many lines computes. The output
 # takes all 256 accumulation registers, and the queries take 144 others. With one product, LDS would
 # be the bottleneck: each wavefront would read every key twice for 16 lines.
@@ -59,6 +73,7 @@ class Tiles(NamedTuple):
     """All tables of an arch."""
 
     forward: Mapping[Pair, Forward]
+    forward_small: Mapping[Pair, Small]
     forward_dropout: Mapping[Pair, Forward]
     forward_float8: Mapping[Pair, Forward]
     forward_float8_general: Mapping[Pair, Forward]
@@ -82,6 +97,20 @@ FORWARD = {
     (192, 192): Forward(32, 8),
     (256, 256): Forward(32, 4),
 }
+# With these tiles, a workgroup takes at most half of the LDS and of the registers. At head_dim 192,
+# LDS has no room for two workgroups even with 32 keys per tile. The limits are those up to which,
+# by the timing model, calls that fill the device gain about 8 % or more
+# (benchmarks/mi300x_waves.py). They are compared with rounded numbers: a window of 1,024, 512 or
+# 768 keys and the row's own is within the limit.
+FORWARD_SMALL = {
+    (64, 64): Small(Forward(64, 4), window=1152, causal=1024, uneven=512),
+    (96, 96): Small(Forward(32, 4), window=576, causal=512, uneven=256),
+    (128, 128): Small(Forward(32, 4), window=832, causal=1024, uneven=512),
+}
+# Dense calls with at most so many keys also use these tiles if fewer rows are then left empty, or
+# if each workgroup has a CU of its own. With more keys, it might matter that K and V are read once
+# for 128 rows instead of 256, of which the timing model only counts the bytes.
+SMALL_KEYS = 1024
 # Float8 elements take half the bytes: 65,536 B of LDS at head_dim 256.
 _FLOAT8 = {pair: tiles._replace(block_k=64) for pair, tiles in FORWARD.items()}
 # The two-pass backward: a wavefront owns 32 keys or rows, and a SIMD runs one wavefront or two
@@ -91,6 +120,7 @@ _SLOTS, _SLOTS_TWICE = Owner(1, 1, 1), Owner(1, 2, 1)
 
 TILES = Tiles(
     forward=FORWARD,
+    forward_small=FORWARD_SMALL,
     # At head_dim 192, the registers of the random number generator do not fit if two wavefronts
     # share a SIMD (58 registers spilled).
     forward_dropout=FORWARD | {(192, 192): Forward(32, 4)},
