@@ -127,7 +127,8 @@ def test_limits_of_each_head_dim(dim: int, causal: int, uneven: int) -> None:
         {"positive": False},
         {"head_dim": 192, "head_dim_v": 128},
     ],
-    ids=str,
+    ids=["batch_invariant", "paged", "softcap", "alibi", "dropout", "chunk", "tree", "float8",
+         "scale of 0", "192/128"],
 )  # fmt: skip
 def test_other_calls_have_workgroups_of_8(more: dict[str, Any]) -> None:
     """Other plans of their own, and bits that must not depend on the grid."""
