@@ -251,7 +251,8 @@ DEVICE void attend(State &state, Memory &memory, const Params &p, const Sequence
   Scales &scales = scales_of(memory);
   Stream stream(p, s, memory.rows[wave_index()], scales, ring, b.head_k, wave_index() % TEAM, begin, b.stop);
   // Latent queries, 72 words a thread, are asked for directly behind the first stage. Behind all stages, they took
-  // 4 µs to come. Queries over float8 caches are scaled as soon as they are there, so they would hold up the other stages.
+  // 4 µs to come. Queries over float8 caches are scaled as soon as they are there, which would hold up the other
+  // stages.
   constexpr bool kEarly = LATENT && !kFloat8;
   Queries q;
   if constexpr (kEarly) {
