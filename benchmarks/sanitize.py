@@ -8,9 +8,9 @@ if it names one of pyfa's kernels. Of other reports, the number and the first on
 the time is over, a process begins no further case. The cases left over are reported, and make the
 exit status 1. ``--save`` writes ``results/sanitizer_cuda.json``.
 
-On Hopper with its own tiles, only cases that run on Hopper's kernels are drawn: first those that
-add a kernel or a feature that no earlier case has, and some whose grids are larger than the device,
-in which the forward's blocks take work tiles from a counter. The result is
+On Hopper with its own tiles, only cases that run on Hopper's kernels are drawn, and latent decode:
+first those that add a kernel or a feature that no earlier case has, and some whose grids are larger
+than the device, in which the forward's blocks take work tiles from a counter. The result is
 ``sanitizer_cuda_sm_90.json``. The tools are then memcheck and initcheck, because racecheck hardly
 supports TMA, mbarriers and wgmma. ``PYFA_ARCH_TILES=sm_80`` draws from all cases, for sm80's
 kernels.
@@ -123,6 +123,39 @@ BY_GRID = (
     dense(77, 197, heads_q=72, heads_k=72),
     dense(33, 97, heads_q=136, heads_k=136, head_dim=96),
 )
+# Blocks that go through several chunks and merge them, and take a second work tile: they keep what
+# chunks came to in shared memory, or above head_dim 128 in global memory. And pages of 48 keys,
+# which are copied in parts.
+CHUNKS = (
+    dense(65, 1100, heads_q=68, heads_k=4, causal=True, batch_invariant=True),
+    packed(
+        ((65, 65), (1100, 1031)),
+        "kvcache",
+        heads_q=68,
+        heads_k=4,
+        head_dim=128,
+        page_size=8,
+        batch_invariant=True,
+    ),
+    dense(65, 2100, heads_q=68, heads_k=4, head_dim=256, batch_invariant=True),
+    packed(((65, 65), (300, 170)), "kvcache", causal=True, page_size=48),
+)
+# Latent decode of few heads, which runs sm80's kernel with Hopper's tiles: two warps in a team, and
+# one.
+FEW_HEADS = tuple(
+    packed(
+        ((1, 1, 1), (300, 0, 33)),
+        "latent",
+        heads_q=heads,
+        heads_k=1,
+        head_dim=576,
+        head_dim_v=512,
+        scale=192**-0.5,
+        page_size=16,
+        num_splits=splits,
+    )
+    for heads, splits in ((16, 1), (5, 2))
+)
 # A plan of the backward for each score term alone, and of the forward for some.
 _TERMS: tuple[dict[str, Any], ...] = (
     {"softcap": 5.0},
@@ -187,9 +220,10 @@ def chosen(count: int, where: Device) -> list[Case]:
 
 @functools.cache
 def by_coverage(where: Device) -> list[Case]:
-    """The cases of Hopper's own kernels, those first that bring what none before had."""
+    """The cases of Hopper's own kernels, those first that bring what none before had. And latent
+    decode, which has Hopper's tiles."""
     cases = by_hash()
-    always = (*LARGE_GRIDS, *RARE, *BY_GRID, *ONE_TERM)
+    always = (*LARGE_GRIDS, *RARE, *BY_GRID, *CHUNKS, *ONE_TERM)
     own = [case for case in (*always, *cases) if own_plans(case, where)]
     seen: set[object] = set()
     first = []
@@ -198,7 +232,7 @@ def by_coverage(where: Device) -> list[Case]:
         if brings or case in always:
             first.append(case)
             seen |= brings
-    return list(dict.fromkeys((*first, *own)))
+    return list(dict.fromkeys((*FEW_HEADS, *first, *own)))
 
 
 @functools.cache

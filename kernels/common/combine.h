@@ -52,7 +52,9 @@ struct Meeting {
   Elements out[kThreads];
 };
 
-// The number of a packed row. There are fewer than 2^32 if the splits fit in memory, and divisions of 64 bits are slow.
+// The number of a packed row. Divisions of 64 bits are slow, and 32 bits are enough: a packed row has at least two
+// splits of float32 in memory, so 2^32 packed rows of 8 elements would take 300 GB. The parts of MERGED are the
+// caller's and may be smaller: of 16 bits, or with strides of 0.
 #if MERGED
 typedef long long PackedRow;
 #else
@@ -93,7 +95,7 @@ DEVICE Place place_of(const Params &p) {
   return place;
 }
 
-// Where a packed row is stored.
+// Where a packed row is stored: its head, its sequence and its row there.
 struct Stand {
   int head;
   long long batch, row;

@@ -359,6 +359,10 @@ def test_on_hopper_its_own_kernels_are_sanitized(
     cases = sanitize.chosen(180, hopper)
     assert len(set(cases)) == 180
     assert set(sanitize.LARGE_GRIDS) < set(cases)
+    few_heads = set(sanitize.FEW_HEADS)
+    assert few_heads < set(cases)
+    assert not any(sanitize.own_plans(case, hopper) for case in few_heads)
+    cases = [case for case in cases if case not in few_heads]
     plans = [sanitize.own_plans(case, hopper) for case in cases]
     assert all(plans)
     # Those of batch_invariant differ by a vote among the lanes of a row, those of chunks by a mask,
@@ -379,6 +383,21 @@ def test_on_hopper_its_own_kernels_are_sanitized(
         groups = dict(sanitize.own_plans(case, hopper)[0].constants)["GROUPS"]
         blocks = -(-max(case.lengths_q) // (64 * groups)) * case.heads_q * case.batch
         assert blocks > 2 * hopper.units
+    # Blocks merge chunks, and take a second work tile.
+    assert set(sanitize.CHUNKS) < set(cases)
+    for case in sanitize.CHUNKS[:-1]:
+        values = dict(sanitize.own_plans(case, hopper)[0].constants)
+        chunk = values["CHUNK_TILES"] * values["BLOCK_K"]
+        assert min(case.lengths_k) > chunk
+        assert min(case.lengths_q) > 64
+        blocks = -(-max(case.lengths_q) // (64 * values["GROUPS"])) * case.heads_q * case.batch
+        assert blocks > hopper.units
+        assert values.get("CHUNK_SHARED", 0) == (case.head_dim <= 128)
+        if case.page_size:
+            assert values["WHOLE_PAGES"] == 1
+            assert min(case.lengths_k) % case.page_size
+    (parts,) = sanitize.own_plans(sanitize.CHUNKS[-1], hopper)
+    assert "WHOLE_PAGES" not in dict(parts.constants)
 
     ran: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -29,6 +30,7 @@ from pyfa.backends.native import plans as native_plans
 from pyfa.backends.native.target import Block
 from pyfa.backends.native.tiles import GROUP, sm90
 from pyfa.device import DEVICES
+from pyfa.plan import Plan
 from pyfa.problem import Problem
 from pyfa.sizes import Size, value_at
 
@@ -543,6 +545,98 @@ def test_a_call_with_chunks_names_what_merges_them() -> None:
     assert "CHUNKED" in dict(ours[-1].constants)
     assert set(ours) <= set(catalog.all_plans(TARGET, "sm_90"))
     assert len(BACKENDS["cuda"].kernels(replace(problem, device=DEVICES["A100-80GB"]))) == 2
+
+
+PAGE_SIZES = (8, 16, 32, 48, 64, 80, 128, 256)
+
+
+def invariant_plans() -> list[Plan]:
+    """Those of Hopper with batch_invariant: compiled ahead, and of calls over pages of all sizes
+    with few rows, few rows of grouped heads, and many, in few blocks and in many."""
+    shapes = [
+        {"batch": batch, "seqlen_q": rows, "heads_k": heads_k, "head_dim": dim, "head_dim_v": dim_v}
+        for batch in (1, 64)
+        for rows, heads_k in ((1, 16), (64, 16), (16, 2), (200, 2))
+        for dim, dim_v in sm90.FORWARD_INVARIANT
+    ]
+    features = frozenset({"batch_invariant", "causal", "paged"})
+    found = {
+        answer(**shape, features=features | {"gqa"} if shape["heads_k"] < 16 else features,
+               square=False, page_size=page_size).plan
+        for shape in shapes
+        for page_size in PAGE_SIZES
+    } | set(forward_sm90.all_plans())  # fmt: skip
+    return [plan for plan in found if plan and ("INVARIANT", 1) in plan.constants]
+
+
+def test_chunks_are_those_of_a_pair_and_of_score_terms_alone() -> None:
+    """Bits depend on the tiles, the chunks and the warpgroups that P is computed as with."""
+    bits: dict[object, set[object]] = {}
+    seen: dict[str, set[object]] = {"GROUPS": set(), "PACKED": set(), "PAGE_ROWS": set()}
+    for plan in invariant_plans():
+        values = dict(plan.constants)
+        kind = values["HEAD_DIM"], values["HEAD_DIM_V"], values["SCORE"]
+        tiles = values["BLOCK_K"], values.get("CHUNK_TILES", 0)
+        bits.setdefault(kind, set()).add((*tiles, values.get("OF_GROUPS", values["GROUPS"])))
+        for name, found in seen.items():
+            found.add(values.get(name, 0))
+    assert len(bits) == 2 * len(sm90.FORWARD_INVARIANT)
+    for (dim, _, score), (one, *others) in bits.items():
+        assert not others
+        block_k, chunk_tiles, _ = one
+        most = 0 if score else 1024 if dim <= 128 else 2048
+        assert chunk_tiles == most // block_k
+    assert seen["GROUPS"] == {1, 2, 3}
+    assert seen["PACKED"] == {0, 1}
+    assert {0, 8, 16, 32, 64, 128} <= seen["PAGE_ROWS"]
+
+
+def test_what_is_kept_between_chunks_takes_no_block_from_an_sm() -> None:
+    shared = {False: set[int](), True: set[int]()}
+    for plan in invariant_plans():
+        values = dict(plan.constants)
+        if "CHUNK_TILES" not in values:
+            assert "CHUNK_SHARED" not in values
+            continue
+        blocks, size = values.get("BLOCKS", 1), values["SHARED_BYTES"]
+        tiles = sm90.Own(values["GROUPS"], values["BLOCK_K"], values["STAGES"])
+        pair = values["HEAD_DIM"], values["HEAD_DIM_V"]
+        kept = tiles.kept_bytes(pair) if "CHUNK_SHARED" in values else 0
+        assert size == tiles.shared_bytes(pair) + kept
+        assert size <= 227 * 1024 == plans.limits_of("sm_90").shared_bytes_per_block
+        registers = 65536 // (plans.threads_of(plan) * blocks) // 8 * 8
+        counts = {plans.blocks_per_sm(plan, "sm_90", registers, x) for x in (size, size - kept)}
+        assert counts == {blocks}
+        block = TARGET.block_of(plan)
+        assert (block.kept == 0) == bool(kept)  # or it lies in global memory
+        shared[bool(kept)].add(pair[0])
+    assert shared == {False: {64, 96, 192, 256}, True: {64, 96, 128, 192}}
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_pages_are_whole_where_their_size_divides_a_tile(page_size: int) -> None:
+    features = frozenset({"paged", "causal"})
+    latent = {"head_dim": 576, "head_dim_v": 512, "heads_q": 128, "heads_k": 1, "seqlen_q": 1}
+    found = [
+        answer(features=features | more, page_size=page_size, square=False, **changes).plan
+        for more, changes in (
+            *((set(), {"head_dim": dim, "head_dim_v": dim}) for dim in (64, 96, 128, 192, 256)),
+            ({"softcap"}, {"head_dim": 192}),
+            ({"batch_invariant"}, {"head_dim": 192}),
+            ({"fp8"}, FLOAT8),
+            ({"latent", "gqa", "dv"}, latent),
+        )
+    ]
+    tiles = set()
+    for plan in found:
+        assert plan is not None
+        assert "/sm90/" in plan.kernel
+        values = dict(plan.constants)
+        tiles.add(values["BLOCK_K"])
+        assert values["PAGE_ROWS"] == math.gcd(page_size, values["BLOCK_K"])
+        assert values.get("WHOLE_PAGES", 0) == (values["BLOCK_K"] % page_size == 0)
+    assert {64, 80, 96, 112, 128} <= tiles
+    assert "WHOLE_PAGES" not in dict(forward_sm90.plan(EXAMPLE).constants)
 
 
 @pytest.mark.parametrize("keys", [1, 16, 500, 8192, 65536])

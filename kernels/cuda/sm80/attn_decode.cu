@@ -250,8 +250,9 @@ DEVICE void attend(State &state, Memory &memory, const Params &p, const Sequence
   Shared ring = shared_address(memory.ring[team]);
   Scales &scales = scales_of(memory);
   Stream stream(p, s, memory.rows[wave_index()], scales, ring, b.head_k, wave_index() % TEAM, begin, b.stop);
-  // Latent queries are asked for behind the first stage: behind all of them, they took 4 µs to come. Float8 needs their
-  // values at once.
+  // Latent queries, 72 words a thread, are asked for directly behind the first stage. Behind all stages, they took
+  // 4 µs to come. Queries over float8 caches are scaled as soon as they are there, which would hold up the other
+  // stages.
   constexpr bool kEarly = LATENT && !kFloat8;
   Queries q;
   if constexpr (kEarly) {
@@ -334,8 +335,8 @@ DEVICE void share_sums(Memory &memory, const State &state) {
   }
 }
 
-// Of each packed row: its LSE, and what the teams' sums are multiplied by, which takes the place of their maxima. The
-// total of all teams takes the place of the first one's.
+// A thread for each packed row: stores its LSE, and computes the factor of each team's sums, 1 / total included.
+// `memory.maximum` has the factors from now on, and `memory.total[0]` the total of all teams.
 DEVICE void weigh_teams(Memory &memory, const Params &p, const Sequence &s, const Block &b) {
   static_assert(kPackedRows <= kThreads, "a thread each");
   int i = thread_index();
@@ -362,7 +363,7 @@ DEVICE void weigh_teams(Memory &memory, const Params &p, const Sequence &s, cons
   }
 }
 
-// Four elements of packed row `i` of the block.
+// Adds up the teams' sums of four elements of packed row `i` of the block, with the factors of weigh_teams.
 DEVICE void add_up(const Memory &memory, const Params &p, const Sequence &s, const Block &b, int i, int dim) {
   // Nobody reads the output of a split that saw no key.
   if (dim >= p.head_dim_v || (p.num_splits > 1 && memory.total[0][i] == 0.0f)) return;

@@ -19,7 +19,9 @@ constexpr bool kManyCopies = HALVES > 1;  // that the producer issues for a tile
 constexpr bool kTwoPacked = PACKED && BLOCKS > 1;  // with 24 registers the producer over pages has 8 bytes
 constexpr int kProducerRegisters = GROUPS == 3 ? 32 : kFloat8 || kManyCopies || kTwoPacked ? 40 : 24;
 constexpr int kConsumerRegisters = GROUPS == 3 ? 160 : kTwoPacked ? 216 : kFloat8 || kManyCopies || BLOCKS > 1 ? 232 : 240;
-// A block has as many as it starts with, equally many of each warp. Waiting for more, it would never end.
+// A block has only the registers that it starts with, equally many for each warp, in steps of 8 a thread. If its
+// warps asked for more in sum, setmaxnreg would wait forever. For example, one producer of 32 and two consumers of 240
+// ask for 512, but three warps start with 3 * 168 = 504.
 constexpr int kRegistersAtStart = 512 / BLOCKS / (GROUPS + 1) / 8 * 8;
 static_assert(kProducerRegisters + GROUPS * kConsumerRegisters <= (GROUPS + 1) * kRegistersAtStart, "of a lane");
 
@@ -57,16 +59,16 @@ constexpr int kWorkStages = 2;  // work tiles that the producer may be ahead
 constexpr int kBarriers = 2 * GROUPS + (kFloat8 ? 6 : 4) * STAGES + 2 * kWorkStages + 1;
 constexpr int kWorkInfoAt = (kBarriersAt + kBarriers * 8 + 15) / 16 * 16;
 constexpr int kWorkInfoBytes = kFloat8 ? 64 : 48;
-// Whether a producer warp of its own loads V: a thread that issues all copies of pages of 16 keys is slower
-// than the products. In float8 these warps transpose.
+// Whether a producer warp of its own loads V. A thread that issued all copies of pages of 16 keys was slower than the
+// products (measured before WHOLE_PAGES). In float8 the other warps transpose.
 constexpr bool kTwoProducers = PAGE_ROWS != 0 && !kFloat8;
 // Whether a warp of its own finds the work tiles, and another loads Q. In float8 all warps of the producer warpgroup
 // are busy; with pages these spill 32 bytes, and at D = 192 the consumers 8 to 56. Plans with PACKED are for few
 // rows, and those with chunks have no registers to spare.
 constexpr bool kScheduler = !kFloat8 && !kTwoProducers && HEAD_DIM != 192 && !PACKED && !kChunkTiles;
 constexpr int kWorkReaders = 4 * GROUPS + (kFloat8 ? kTransposers : kTwoProducers ? 1 : kScheduler ? 2 : 0);  // warps
-// What a warpgroup keeps between chunks (fwd_chunks.h), if it lies in shared memory: the output, a base and a sum of
-// each row.
+// What a warpgroup keeps between chunks (fwd_chunks.h), if it lies in shared memory: a base and a sum of each row, then
+// the output.
 constexpr int kBeforeAt = kWorkInfoAt + kWorkStages * kWorkInfoBytes;
 constexpr int kBeforeStates = kGroupRows * 8;
 constexpr int kBeforeBytes = CHUNK_SHARED ? kGroupRows * HEAD_DIM_V * 4 + kBeforeStates : 0;

@@ -36,7 +36,8 @@ constexpr bool kFloat8 = INPUTS == E4M3;
 #define PAGE_ROWS 0
 #endif
 
-// Whether a page has PAGE_ROWS keys.
+// Whether a copy is a whole page: PAGE_ROWS is the page size, which divides a tile's keys. Then a tile begins with a
+// page, and each of its copies has the next entry of the page table.
 #ifndef WHOLE_PAGES
 #define WHOLE_PAGES 0
 #endif
@@ -71,7 +72,8 @@ constexpr bool kFewRows = GROUPS != OF_GROUPS && HEAD_DIM_V <= 64 && !PACKED;
 #define CHUNK_TILES 0
 #endif
 constexpr int kChunkTiles = CHUNK_TILES;
-// Whether what a warpgroup keeps between chunks lies in shared memory.
+// Whether what a warpgroup keeps between chunks lies in shared memory (fwd_chunks.h) and not in global memory. The bits
+// are the same.
 #ifndef CHUNK_SHARED
 #define CHUNK_SHARED 0
 #endif

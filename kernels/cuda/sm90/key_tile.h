@@ -5,14 +5,15 @@
 
 #if PAGE_ROWS
 constexpr int kCopies = BLOCK_K / PAGE_ROWS;  // of a tile's keys
-// Those whose pages a register each knows; three consumer warpgroups leave a producer few.
+// So many copies have their page numbers in registers. Three consumer warpgroups leave a producer few registers.
 constexpr int kKnown = kCopies < 5 ? kCopies : kCopies < 9 && GROUPS < 3 ? kCopies : 4;
 
-// The pages of a tile of keys, the first of which are asked for before the wait for the stage. Read one by
+// The pages of a tile of keys. The first kKnown page numbers are read before the wait for the stage. Read one by
 // one, each when it was needed, pages of 16 keys took twice the time.
 struct Pages {
-  const int *at;
-  int copies, offset;  // that the sequence has keys for; of the first key in its page
+  const int *at;  // the page table's entry of the tile's first key
+  int copies;     // those that the sequence has keys for
+  int offset;     // of the tile's first key in its page
   int known[kKnown];
 
   METHOD Pages(const Params &p, const Sequence &s, int n) {
@@ -67,7 +68,8 @@ DEVICE void load_keys(const Params &p, const Sequence &s, const Pages &pages, co
     Pages::next_copy(p, row, next);
   };
   if (WHOLE_PAGES && pages.copies == kCopies) {
-    // Of a whole tile nothing is asked for each copy: the producers' instructions take the place of the consumers'.
+    // The sequence has keys for all copies of the tile, so none is checked. A sub-partition of an SM issues for a
+    // producer and for consumers, so each instruction that a producer saves is one that a consumer can issue.
 #pragma unroll
     for (int i = 0; i < kKnown; ++i) copy(i, pages.known[i]);
 #pragma unroll 1

@@ -276,8 +276,8 @@ def _spills(pair: Pair) -> bool:
 
 def page_rows(page_size: int, tiles: Own) -> dict[str, int]:
     """Return ``PAGE_ROWS``, the number of keys in one copy: it divides both ``page_size`` and the
-    keys of a tile. ``WHOLE_PAGES``: that is a page. The result is empty without pages
-    (``page_size`` 0)."""
+    keys of a tile. ``WHOLE_PAGES`` is set if such a copy is a whole page. The result is empty
+    without pages (``page_size`` 0)."""
     if not page_size:
         return {}
     rows = math.gcd(page_size, tiles.block_k)

@@ -44,7 +44,7 @@ def _block_of(plan: Plan) -> Block:
         if "CHUNK_TILES" not in values:
             return block
         chunk = values["CHUNK_TILES"] * values["BLOCK_K"]
-        # The output and the states of a row, once for each of its four lanes.
+        # In global memory: the output and the states of a row, once for each of its four lanes.
         kept = 0 if "CHUNK_SHARED" in values else rows * (values["HEAD_DIM_V"] + 8)
         return block._replace(chunk=chunk, kept=kept)
     if plan.kernel == latent_sm90.KERNEL:
