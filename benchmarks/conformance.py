@@ -25,12 +25,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import few_sms
 import machine
 import torch
 
 from pyfa import binding, bound, dispatch
 from pyfa.backends import BACKENDS
-from pyfa.backends.cuda import plans
 from pyfa.bound import Table
 from pyfa.conformance import build, examine, grid, runner
 from pyfa.conformance.cases import Case
@@ -69,12 +69,6 @@ def some(work: tuple[str, list[Case], list[str]]) -> list[CaseResult]:
     return found
 
 
-def run_on(sms: int) -> None:
-    """Make the grids of persistent blocks those of a GPU with so many SMs."""
-    grid_of = plans.grid_of
-    plans.grid_of = lambda plan, blocks, units: grid_of(plan, blocks, sms or units)
-
-
 def chosen(options: argparse.Namespace) -> list[Case]:
     """The cases that are asked for, those that compile alike side by side."""
     implementation = BACKENDS[options.backend]
@@ -94,7 +88,8 @@ def run(options: argparse.Namespace, tiles: list[str]) -> tuple[Report, int]:
     parts = [(backend, cases[i : i + at_once], tiles) for i in range(0, len(cases), at_once)]
     begin = told = time.monotonic()
     results: list[CaseResult] = []
-    with multiprocessing.get_context("spawn").Pool(options.jobs, run_on, (options.sms,)) as pool:
+    start = few_sms.run_on, (options.sms,)
+    with multiprocessing.get_context("spawn").Pool(options.jobs, *start) as pool:
         found = pool.imap_unordered(some, parts)
         try:
             for _ in parts:

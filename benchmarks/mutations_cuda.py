@@ -168,8 +168,7 @@ def judge_all(known: list[Plan], some: list[Drawn], options: argparse.Namespace)
     ):
         done = jobs.take(job, by, case)
         if done and options.noted:
-            with options.noted.open("a") as file:
-                file.write(json.dumps([to_json(done.drawn), done.by, done.case]) + "\n")
+            processes.note(options.noted, [to_json(done.drawn)], (done.by, done.case))
         if done:
             print(f"{time.monotonic() - _BEGIN:.0f} s:", done.by[:40] or "survived",
                   done.drawn.plan.kernel, done.drawn.fault[:4], done.case, flush=True)  # fmt: skip

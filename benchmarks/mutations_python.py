@@ -240,8 +240,7 @@ def judge_all(
         print(by or SURVIVED, case, fault, flush=True)
         found.append(Verdict(fault, by, case))
         if kept and fault is not None:
-            with kept.open("a") as file:
-                file.write(json.dumps([*fault, by, case]) + "\n")
+            processes.note(kept, fault, (by, case))
     return found
 
 

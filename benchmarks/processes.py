@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 Job = TypeVar("Job")
@@ -64,6 +66,12 @@ def judged(
     finally:
         for process, _, _ in running.values():
             process.kill()
+
+
+def note(file: Path, job: Sequence[Any], verdict: Verdict) -> None:
+    """Append a line to ``file``: a JSON list of the fields of ``job`` and what caught its fault."""
+    with file.open("a") as lines:
+        lines.write(json.dumps([*job, *verdict]) + "\n")
 
 
 def _tell(sender: Connection, judge: Callable[[Job], Verdict], job: Job) -> None:

@@ -39,7 +39,7 @@ class Shape(NamedTuple):
         return self.heads_q // max(1, self.heads_k)
 
     @property
-    def lines(self) -> int:
+    def batch_heads(self) -> int:
         """Return the number of (sequence, query head) pairs: attentions with one head each."""
         return self.batch * self.heads_q
 

@@ -28,7 +28,8 @@ def with_terms(case: Case, placed: dict[str, Placed], others: dict[str, Any], ca
             others["bias"] = values[0] if call.cu_seqlens_q is not None else values
             terms["bias"] = values
         else:
-            dtype = dtype_of(case) if case.bias in ("full", "hidden", "other") else torch.float32
+            own = case.bias in ("full", "hidden", "other") or case.bias.endswith("_like_q")
+            dtype = dtype_of(case) if own else torch.float32
             dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
             if case.bias == "other":
                 dtype = torch.bfloat16 if dtype == torch.float16 else torch.float16
@@ -153,8 +154,10 @@ def _bias(case: Case, call: Call) -> torch.Tensor:
         "per_head": (1, heads, 1, 1),
         "one": (1, 1, 1, 1),
         "sequences": (batch, 1, 1, keys),
+        "batch": (batch, 1, rows, keys),
+        "matrix": (1, 1, rows, keys),
         "bool": (batch, 1, rows, keys),
-    }.get(case.bias, (batch, heads, rows, keys))
+    }.get(case.bias.removesuffix("_like_q"), (batch, heads, rows, keys))
     values = near_normal(f"{case.name}/bias", shape)
     if case.bias == "bool":
         # A quarter hidden, and a row that sees nothing.

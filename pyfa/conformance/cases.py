@@ -47,7 +47,8 @@ class Case:
     - ``dlse``: "both" if there are incoming gradients of out and of the LSE, "only" if there is one
       of the LSE only.
     - ``bias``: the dimensions of the bias (one of ``BIASES``). "hidden" has all dimensions and some
-      rows of −inf; "other" has all dimensions and the 16-bit dtype that is not q's.
+      rows of −inf; "other" has all dimensions and the 16-bit dtype that is not q's. Others are in
+      float32, or in q's dtype if the name ends in "_like_q".
     - ``alibi``: slopes per "heads" or per "batch" and head.
     - ``used_q``, ``used_k``: the sequences also have unused rows (``seqused_q``, ``seqused_k``).
     - ``slack``: the number of rows of a packed tensor or cache that belong to no sequence, and by

@@ -36,6 +36,11 @@ _FAULTS: tuple[Mapping[str, Any], ...] = (
     # A bias of the other 16-bit type.
     {"dtype": "float16", "lengths_q": (61,), "lengths_k": (125,), "heads_q": 1, "heads_k": 1,
      "backward": True, "bias": "other", "bias_grad": True},
+    # A 16-bit bias that sequences share, or heads, or both: its gradient is a sum over them.
+    *({"dtype": dtype, "lengths_q": (33,) * 3, "lengths_k": (65,) * 3, "heads_q": 4,
+       "backward": True, "bias": bias, "bias_grad": True}
+      for dtype, bias in (("float16", "heads_like_q"), ("bfloat16", "batch_like_q"),
+                          ("float16", "matrix_like_q"))),
     # Three tiles of keys more than a multiple of four: the rest of a decode loads some itself.
     {"kind": "kvcache", "lengths_q": (1,), "lengths_k": (700,), "heads_k": 1,
      "attention_chunk": 3000, "num_splits": 1},

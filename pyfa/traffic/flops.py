@@ -18,7 +18,7 @@ def attention_flops(shape: Shape, backward: bool = False) -> int:
     per_pair = 3 * shape.head_dim + 2 * shape.head_dim_v
     if not backward:
         per_pair = shape.head_dim + shape.head_dim_v
-    return 2 * per_pair * shape.lines * shape.visible_pairs()
+    return 2 * per_pair * shape.batch_heads * shape.visible_pairs()
 
 
 def tile_pairs(shape: Shape, kernel: TiledKernel) -> int:

@@ -21,7 +21,7 @@ def tensor_bytes(shape: Shape) -> dict[str, int]:
     k, v = keys * shape.head_dim * shape.itemsize, keys * shape.head_dim_v * shape.itemsize
     if shape.latent:
         v = 0  # it comes with k
-    scores = shape.lines * shape.seqlen_q * shape.seqlen_k * shape.itemsize
+    scores = shape.batch_heads * shape.seqlen_q * shape.seqlen_k * shape.itemsize
     state = rows * FLOAT_BYTES
     return {
         "q": q, "k": k, "v": v, "out": out, "lse": state, "delta": state,
@@ -54,7 +54,7 @@ def compulsory_bytes(shape: Shape, backward: bool = False) -> int:
 
 def splits_bytes(shape: Shape, splits: int) -> int:
     """Return the bytes of the partial results of a forward with ``splits``, as allocated."""
-    rows = shape.lines * shape.seqlen_q
+    rows = shape.batch_heads * shape.seqlen_q
     return rows * splits * (shape.head_dim_v + 1) * FLOAT_BYTES if splits > 1 else 0
 
 

@@ -87,7 +87,7 @@ def _tiled(shape: Shape, kernel: TiledKernel) -> Pass:
 def _row_sums(shape: Shape) -> Pass:
     sizes = tensor_bytes(shape)
     reads, writes = _whole(sizes, "out", "dout", "lse"), _whole(sizes, "delta")
-    return Pass("row sums", reads, writes, 0, shape.lines, max(1, shape.lines))
+    return Pass("row sums", reads, writes, 0, shape.batch_heads, max(1, shape.batch_heads))
 
 
 def _merge(shape: Shape, kernel: TiledKernel) -> Pass:
@@ -95,13 +95,14 @@ def _merge(shape: Shape, kernel: TiledKernel) -> Pass:
     sums = tensor_bytes(shape)["lse"] * kernel.tiling.splits
     reads = (Stream("partial", asked.merged + sums, asked.merged + sums),)
     writes = (Stream("out", asked.out, asked.out), Stream("lse", asked.lse, asked.lse))
-    return Pass("merge", reads, writes, 0, shape.lines * shape.seqlen_q, max(1, shape.lines))
+    heads = shape.batch_heads
+    return Pass("merge", reads, writes, 0, heads * shape.seqlen_q, max(1, heads))
 
 
 def _rounding(shape: Shape) -> Pass:
     sizes = tensor_bytes(shape)
     reads, writes = _whole(sizes, "dq_sum"), _whole(sizes, "dq")
-    return Pass("rounding of dQ", reads, writes, 0, shape.lines, max(1, shape.lines))
+    return Pass("rounding of dQ", reads, writes, 0, shape.batch_heads, max(1, shape.batch_heads))
 
 
 def _whole(sizes: dict[str, int], *names: str) -> tuple[Stream, ...]:
@@ -128,16 +129,16 @@ class _Matrices:
             Stream(x, sizes[x], sizes[x] * shared.get(x, 1) * times)
             for x, times in ((left, across), (right, down))
         )
-        lines = self.shape.lines
-        flops = 2 * lines * rows * columns * inner
-        return Pass(name, reads, _whole(sizes, out), flops, lines * across * down, max(1, lines))
+        heads = self.shape.batch_heads
+        flops = 2 * heads * rows * columns * inner
+        return Pass(name, reads, _whole(sizes, out), flops, heads * across * down, max(1, heads))
 
     def each(self, name: str, reads: Sequence[str], out: str) -> Pass:
         """Return a kernel that reads whole matrices and writes one."""
-        lines = self.shape.lines
+        heads = self.shape.batch_heads
         return Pass(
             name, _whole(self.sizes, *reads), _whole(self.sizes, out), 0,
-            lines * self.shape.seqlen_q, max(1, lines),
+            heads * self.shape.seqlen_q, max(1, heads),
         )  # fmt: skip
 
     def _sides(self, out: str, left: str) -> tuple[int, int, int]:

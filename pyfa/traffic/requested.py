@@ -69,14 +69,14 @@ def requested_bytes(shape: Shape, tiling: Tiling) -> Requested:
         keys += part.walked
         if tiling.splits > 1:
             seen += _seen(shape, part, packed)
-    lines = shape.lines // packed
-    rows = shape.lines * shape.seqlen_q
+    groups = shape.batch_heads // packed  # of heads whose rows share blocks
+    rows = shape.batch_heads * shape.seqlen_q
     split = tiling.splits > 1
-    merged = lines * seen * shape.head_dim_v * FLOAT_BYTES if split else 0
+    merged = groups * seen * shape.head_dim_v * FLOAT_BYTES if split else 0
     return Requested(
         q=rows * shape.head_dim * size * tiling.splits,
-        k=lines * keys * shape.head_dim * size,
-        v=0 if shape.latent else lines * keys * shape.head_dim_v * size,
+        k=groups * keys * shape.head_dim * size,
+        v=0 if shape.latent else groups * keys * shape.head_dim_v * size,
         out=rows * shape.head_dim_v * size,
         lse=rows * FLOAT_BYTES,
         partial=merged + rows * FLOAT_BYTES * tiling.splits if split else 0,
@@ -95,7 +95,7 @@ def requested_of(shape: Shape, kernel: TiledKernel) -> tuple[dict[str, int], dic
         reads = {"q": asked.q, "k": asked.k, "v": asked.v}
         if kernel.whole_tiles:
             walked = sum(part.walked for part in blocks(shape, kernel))
-            per_key = shape.lines // kernel.tiling.packed * walked * shape.itemsize
+            per_key = shape.batch_heads // kernel.tiling.packed * walked * shape.itemsize
             reads |= {"k": per_key * shape.head_dim, "v": per_key * shape.head_dim_v}
         if not asked.partial:
             return reads, {"out": asked.out, "lse": asked.lse}
@@ -149,8 +149,8 @@ def workgroups(shape: Shape, kernel: TiledKernel) -> int:
     if ROLES[kernel.role].owns_keys:
         heads_k = kernel.divided(shape).heads_k
         return -(-shape.seqlen_k // tiling.block_k) * heads_k * shape.batch
-    lines = -(-shape.seqlen_q * tiling.packed // tiling.block_q)
-    return lines * shape.lines // tiling.packed * tiling.splits
+    of_head = -(-shape.seqlen_q * tiling.packed // tiling.block_q)
+    return of_head * shape.batch_heads // tiling.packed * tiling.splits
 
 
 def _walk(shape: Shape, owned: int, walked: int, tiling: Tiling) -> Iterator[Blocks]:

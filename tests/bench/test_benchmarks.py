@@ -15,6 +15,7 @@ import torch
 
 import pyfa
 from pyfa import bench
+from pyfa.backends.cuda import plans
 from pyfa.backends.cuda.target import TARGET
 from pyfa.backends.hip import code
 from pyfa.backends.native import catalog
@@ -485,6 +486,18 @@ def test_grids_and_tiles_are_those_of_cuda(
         conformance.main()
     expected = f"{option.split('=')[0]} is for --backend cuda, not torch"
     assert expected in capsys.readouterr().err
+
+
+def test_grids_are_those_of_a_gpu_with_few_sms(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = next(plan for plan in catalog.all_plans(TARGET, "sm_90") if plan.kernel in plans.COUNTED)
+    most = plans.grid_of(plan, 1000, 1)
+    for sms, expected in ((0, 132 * most), (2, 2 * most)):
+        with monkeypatch.context() as patch:
+            script("few_sms").run_on(sms, patch.setattr)
+            assert plans.grid_of(plan, 1000, 132) == expected
+    assert plans.grid_of(plan, 1000, 132) == 132 * most
 
 
 def test_a_filter_without_cases_saves_nothing(

@@ -5,7 +5,9 @@ a GPU has SMs. On two SMs persistent blocks take many."""
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from pyfa.backends.native.tiles import Pair, sm90
 from pyfa.conformance import runner
 from pyfa.conformance.cases import Case
 
+FEW_SMS = Path(__file__).parents[2] / "benchmarks" / "few_sms.py"
 TILES = [
     pytest.param(pair, tiles, id=f"{pair[0]}-{tiles.groups}x{tiles.block_q}-{tiles.block_k}")
     for pair in sm90.BACKWARD_OF_GRID
@@ -75,8 +78,7 @@ def test_every_tile_has_the_gradients_of_all_masks(
 
     monkeypatch.setattr(backward, "sm90_plans_of", noted)
     if two_sms:
-        grid_of = plans.grid_of
-        monkeypatch.setattr(plans, "grid_of", lambda plan, blocks, _: grid_of(plan, blocks, 2))
+        runpy.run_path(str(FEW_SMS))["run_on"](2, monkeypatch.setattr)
     where = runner.device_of("cuda")
     found = [runner.run_case(BACKENDS["cuda"], case, where) for case in cases(pair)]
     assert {each.name: each.messages for each in found if each.status != "passed"} == {}

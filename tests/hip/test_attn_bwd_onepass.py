@@ -383,7 +383,7 @@ def test_the_emulator_counts_what_was_computed(shape: Shape) -> None:
     _, writes = requested_of(shape, kernel)
     assert runtime.stored[backward.ONE_PASS] == sum(writes.values())
     sums = sums_of(call) * 4
-    states = 2 * 4 * shape.lines * shape.seqlen_q
+    states = 2 * 4 * shape.batch_heads * shape.seqlen_q
     assert runtime.stored["hip/row_sums.hip"] == sums + states
     assert runtime.stored["hip/dq_convert.hip"] == q.numel() * 2
 

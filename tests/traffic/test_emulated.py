@@ -110,7 +110,7 @@ def test_backward_asks_for_what_was_computed(name: str) -> None:
             walked = reads["lse"] // 4
             loads -= walked // 32 * 4 * STATE_LANES * 4 * 2
         else:
-            loads -= 2 * shape.lines * shape.seqlen_q * 4 * 2  # both halves of a wavefront
+            loads -= 2 * shape.batch_heads * shape.seqlen_q * 4 * 2  # both halves of a wavefront
         assert loads == pytest.approx(asked, rel=0.03), role
 
 

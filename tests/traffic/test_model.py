@@ -65,20 +65,20 @@ def test_kernels_ask_for_the_tiles_that_they_walk(
     what = ROLES[role]
     reads, writes = requested_of(shape, one)
     count = sum(len(block) for block in walked(shape, one))
-    lines, k_lines = shape.batch * shape.heads_q, shape.batch * shape.heads_k
+    heads_q, heads_k = shape.batch * shape.heads_q, shape.batch * shape.heads_k
     width = {"q": shape.head_dim * 2, "k": shape.head_dim * 2, "v": shape.head_dim_v * 2,
              "dout": shape.head_dim_v * 2, "lse": 4, "delta": 4}  # fmt: skip
     # K and V pass by for every query head; Q and dO are those of the query heads of each key head.
     for name in what.streamed:
-        assert reads[name] == lines * count * width[name]
+        assert reads[name] == heads_q * count * width[name]
     sizes = tensor_bytes(shape)
     for name in what.held:
         assert reads[name] == sizes[name]
     # An atomic addition for each row of each head that a block walks over.
-    added = {"dq_sum": lines * count * shape.head_dim * 4} if what.added else {}
+    added = {"dq_sum": heads_q * count * shape.head_dim * 4} if what.added else {}
     assert writes == {name: sizes[name] for name in what.written} | added
     assert workgroups(shape, one) == len(walked(shape, one)) * (
-        k_lines if what.owns_keys else lines
+        heads_k if what.owns_keys else heads_q
     )
 
 

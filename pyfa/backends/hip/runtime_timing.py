@@ -243,11 +243,11 @@ def _launch(tiled: TiledKernel, plan: Plan, shape: Shape, end: int, dram: float)
 class Work:
     """The workgroups of one launch in the order of kernels/hip/schedule.h: head by head, the last
     blocks of a head first. ``parts``: for each workgroup of a head, its number of tiles and whether
-    a causal diagonal crosses them. ``lines``: the number of (sequence, head) pairs, as in
-    ``Shape.lines``. ``asked``: bytes requested from L2."""
+    a causal diagonal crosses them. ``batch_heads``: the number of (sequence, head) pairs.
+    ``asked``: bytes requested from L2."""
 
     parts: Sequence[tuple[int, bool]]
-    lines: int
+    batch_heads: int
     asked: float
 
     def resident(self, most: int) -> int:
@@ -255,7 +255,7 @@ class Work:
         from ...emulator.timing import constants
 
         units = int(constants.DEVICE["units"].low)
-        return max(1, min(most, -(-len(self.parts) * self.lines // units)))
+        return max(1, min(most, -(-len(self.parts) * self.batch_heads // units)))
 
     def launch(self, cost: Cost, resident: int, dram: float) -> Any:
         """Return the launch as ``emulator.timing.device.Launch``."""
@@ -265,10 +265,10 @@ class Work:
         matrix = sum(cost.fixed_matrix + cost.matrix_of_tile * tiles for tiles, _ in self.parts)
         # A die has neighboring heads one after the other: as many heads as dies go side by side.
         dies = int(constants.DEVICE["dies"].low)
-        side = min(dies, self.lines)
-        order = [c for c in clocks for _ in range(side)] * (self.lines // side)
-        order += clocks * (self.lines % side)
-        return device.Launch(order, matrix * self.lines, resident, dram, self.asked)
+        side = min(dies, self.batch_heads)
+        order = [c for c in clocks for _ in range(side)] * (self.batch_heads // side)
+        order += clocks * (self.batch_heads % side)
+        return device.Launch(order, matrix * self.batch_heads, resident, dram, self.asked)
 
 
 def work_of(tiled: TiledKernel, shape: Shape) -> Work:

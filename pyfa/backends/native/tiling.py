@@ -58,14 +58,14 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
         if shape.batch > 1 and problem.features & {"varlen", "seqused"}:
             parts = target.splits_of_lengths(plan.kernel, parts, blocks, seen, units)
     elif buffers.role == "forward" and "batch_invariant" not in problem.features:
-        blocks = -(-shape.seqlen_q // rows) * shape.lines
+        blocks = -(-shape.seqlen_q // rows) * shape.batch_heads
         even = shape.window_left < 0 and shape.window_right < 0
         even = even and problem.features.isdisjoint(("varlen", "seqused", "chunk"))
         parts = splits.of_prefill(
             blocks,
             shape.seqlen_k,
             units * block.per_unit,
-            shape.seqlen_q * shape.lines,
+            shape.seqlen_q * shape.batch_heads,
             block.costs,
             block.rounds if even else None,
         )

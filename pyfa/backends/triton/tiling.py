@@ -85,7 +85,7 @@ def _buffers(values: dict[str, Any], name: str, role: str, problem: Problem) -> 
 
 
 def _splits(values: dict[str, Any], shape: Shape, rows: int, keys: int, packed: int) -> int:
-    programs = -(-shape.seqlen_q * packed // rows) * shape.lines // packed
+    programs = -(-shape.seqlen_q * packed // rows) * shape.batch_heads // packed
     seen = shape.seqlen_k
     if shape.window_left >= 0 and shape.window_right >= 0:
         seen = min(seen, shape.window_left + shape.window_right + rows)
