@@ -53,7 +53,7 @@ FAULTS = {
     "unit forgotten": ("head", "if (kFloat8) own *= state.unit;", ""),
     "accumulator in the old unit": ("blocks", "state.o[t][e] *= change;", ";"),
     "scales of the next round": (
-        "blocks", "begin_round();\n    write();", "write();\n    begin_round();",
+        "blocks", "begin_round();\n      write();", "write();\n      begin_round();",
     ),
     "scales of the first round": (
         "blocks", "  }\n  begin_round();\n", "  }\n",
