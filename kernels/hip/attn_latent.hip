@@ -16,7 +16,6 @@
 
 #include "arguments.h"
 #include "memory.h"
-#include "results.h"
 #include "../sequence.h"
 
 typedef Mma<DTYPE, 16> M;
@@ -424,21 +423,24 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
 
 // `nothing`: no line saw a key, and there is no state.
 template <bool nothing>
-DEVICE void store(const State &state, int t, const Results &to, const Block &b) {
-  unsigned line = line_of(b, t), row = quotient(line, b.group), head = line - row * b.group;
+DEVICE void store(const State &state, int t, const Params &p, const Sequence &s, const Block &b, int part) {
+  unsigned line = line_of(b, t);
+  int row = line / b.group, head = line % b.group;
   float sink = -INFINITY_F;
   if ((int)line >= b.lines) return;
-  if (to.sinks) sink = to.sinks[head] * kLog2E;
+  if (p.sinks && p.use_sinks && part == 0) sink = ((const float *)p.sinks)[head] * kLog2E;
   float maximum = nothing ? -INFINITY_F : state.maximum[t];
   float top = max(sink, maximum), base = top == -INFINITY_F ? 0.0f : top;
   float own = exp2(maximum - base);
   float total = exp2(sink - base) + (nothing ? 0.0f : state.total[t] * own);
   bool saw = total != 0.0f;
   own *= saw ? 1.0f / total : 0.0f;
-  if (M::part() == 0) to.store_lse(row, head, saw ? (top + log2(total)) * kLn2 : -INFINITY_F);
-  GLOBAL char *out = to.out_of(row, head);
-  if (to.split) {
+  float lse = saw ? (top + log2(total)) * kLn2 : -INFINITY_F;
+  if (p.num_splits > 1) {
+    long long place = part_line(p, s, row, head, part);
+    if (M::part() == 0) ((float *)p.partial_lse)[place] = lse;
     if (!saw) return;  // nobody reads it
+    float *to = (float *)p.partial_out + place * p.head_dim_v;
 #pragma unroll
     for (int c = 0; c < kSteps; ++c)
 #pragma unroll
@@ -448,11 +450,14 @@ DEVICE void store(const State &state, int t, const Results &to, const Block &b) 
           Acc x;
 #pragma unroll
           for (int e = 0; e < 4; ++e) x[e] = nothing ? 0.0f : element(state.o[t][c * 8 + half * 4 + e], r) * own;
-          *(GLOBAL Acc *)(out + (c * 128 + (M::part() * 4 + r) * 8 + half * 4) * 4) = x;
+          *(Acc *)(to + c * 128 + (M::part() * 4 + r) * 8 + half * 4) = x;
           fence();
         }
     return;
   }
+  if (M::part() == 0) ((float *)p.lse)[s.row_batch * p.lse_batch + head * p.lse_head + s.row0 + row] = lse;
+  unsigned short *to = (unsigned short *)p.out + s.row_batch * p.out_batch + (s.row0 + row) * p.out_row +
+                       head * p.out_head;
 #pragma unroll
   for (int c = 0; c < kSteps; ++c)
 #pragma unroll
@@ -463,7 +468,7 @@ DEVICE void store(const State &state, int t, const Results &to, const Block &b) 
         x[e] = nothing ? 0u
                        : Format<DTYPE>::nearest(element(state.o[t][c * 8 + 2 * e], r) * own,
                                                 element(state.o[t][c * 8 + 2 * e + 1], r) * own);
-      *(GLOBAL Quad *)(out + (c * 128 + (M::part() * 4 + r) * 8) * 2) = x;
+      *(Quad *)(to + c * 128 + (M::part() * 4 + r) * 8) = x;
       fence();
     }
 }
@@ -492,7 +497,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_latent(Params p) {
   State state;
   if (b.start >= b.stop) {
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) store<true>(state, t, Results(params_again(), s, work.part), b);
+    for (int t = 0; t < TILES; ++t) store<true>(state, t, params_again(), s, b, work.part);
     return;
   }
 #pragma unroll
@@ -502,10 +507,10 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_latent(Params p) {
   }
   attend(state, shared, p, s, b);
   settle();
-  Results to(params_again(), s, work.part);
+  const Params &again = params_again();
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     state.total[t] = M::column_sum(state.total[t]);
-    store<false>(state, t, to, b);
+    store<false>(state, t, again, s, b, work.part);
   }
 }

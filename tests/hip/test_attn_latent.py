@@ -61,7 +61,7 @@ FAULTS = {
     "sum not scaled": ("state.total[t] *= change;", ""),
     "P not scaled": ("now[t] = scaled(now[t], change);", ""),
     "maxima of a part of the keys": ("M::column_max(highest[t])", "highest[t]"),
-    "sink in every split": ("if (!with_sinks || part > 0)", "if (!with_sinks)"),
+    "sink in every split": ("p.use_sinks && part == 0", "p.use_sinks"),
     "lines of the first tile": ("(wave_index() * TILES + t) * 16 + M::column();",
                                 "wave_index() * TILES * 16 + M::column();"),
 }  # fmt: skip

@@ -52,7 +52,8 @@ FAULTS = {
     "barrier dropped": ("  barrier();\n", ""),
     "maxima of slots ignored": ("power(meeting.top[other] - finite(all.top))", "1.0f"),
     "second of two slots ignored": (
-        "    for (int i = 0; i < 2; ++i) {", "    for (int i = 0; i < 1; ++i) {",
+        "    for (int i = 0; i < 2; ++i) {",
+        "    for (int i = 0; i < 1; ++i) {",
     ),
     "sums of one slot not met": ("if (place.slot == 0) sum = met", "if (false) sum = met"),
     "slots of eight splits": ("(unsigned)(x - 1) / 4", "(unsigned)(x - 1) / 8"),
