@@ -72,12 +72,8 @@ DEVICE float power(float x) { return exp2(x * kLog2E); }
 // -inf stays out of differences: -inf - -inf would be NaN.
 DEVICE float finite(float top) { return top == -INFINITY_F ? 0.0f : top; }
 
-// The least power of two that is not below x / 4, as its logarithm.
-DEVICE int bits_of_fours(int x) {
-  int bits = 0;
-  while ((4 << bits) < x) ++bits;
-  return bits;
-}
+// The least power of two that is not below x / 4, as its logarithm. x > 0.
+DEVICE int bits_of_fours(int x) { return bits_of((unsigned)(x - 1) / 4); }
 
 constexpr int kThreadBits = 8;
 static_assert(1 << kThreadBits == kThreads && kWide == 4 && kAtOnce == 4, "what bits_of_fours is for");
@@ -228,31 +224,46 @@ DEVICE void store(const Params &p, const Place &place, const Stand &stand, const
         saw ? sum.top + log2(sum.total) * kLn2 : -INFINITY_F;
 }
 
+// Of the slots of a packed row, an even number, by the first one's threads.
+DEVICE Sum met(const Meeting &meeting, const Place &place) {
+  Sum all{-INFINITY_F, 0.0f, {}};
+  int thread = thread_index();
+#pragma unroll 4
+  for (int s = 0; s < place.slots; s += 2)
+    for (int i = 0; i < 2; ++i) all.top = max(all.top, meeting.top[thread + (s + i) * place.stride]);
+#pragma unroll 1  // left to clang: 70 VGPRs, too many for eight wavefronts a SIMD
+  for (int s = 0; s < place.slots; s += 2)
+    for (int i = 0; i < 2; ++i) {
+      int other = thread + (s + i) * place.stride;
+      float weight = power(meeting.top[other] - finite(all.top));
+      all.total += weight * meeting.total[other];
+      for (int j = 0; j < kWide; ++j) all.out.x[j] += weight * meeting.out[other].x[j];
+    }
+  return all;
+}
+
 DEVICE void combine_lines(const Params &p, Meeting &meeting) {
   Place place = place_of(p);
-  Stand stand(p, place);
-  bool exists = stand.batch < (p.cu_seqlens_q ? 1 : p.batch);
-  bool used = exists && is_used(p, (int)stand.batch, (int)stand.row);
+  bool exists = place.packed_row < (PackedRow)p.heads_q * p.seqlen_q * (p.cu_seqlens_q ? 1 : p.batch), used = exists;
+  if (used && (p.cu_seqlens_q || p.seqused_q)) {
+    Stand stand(p, place);
+    used = is_used(p, (int)stand.batch, (int)stand.row);
+  }
   Sum sum{-INFINITY_F, 0.0f, {}};
   if (used)
     for (int first = place.slot; first < p.num_splits; first += place.slots * kAtOnce)
       add_splits(sum, p, place, first);
 
   int thread = thread_index();
-  meeting.top[thread] = sum.top;
-  meeting.total[thread] = sum.total;
-  meeting.out[thread] = sum.out;
-  barrier();
-  if (!exists || place.slot > 0) return;
-
-  Sum all{-INFINITY_F, 0.0f, {}};
-  for (int s = 0; s < place.slots; ++s) all.top = max(all.top, meeting.top[thread + s * place.stride]);
-#pragma unroll 2  // left to clang: 70 VGPRs, too many for eight wavefronts a SIMD
-  for (int s = 0; s < place.slots; ++s) {
-    int other = thread + s * place.stride;
-    float weight = power(meeting.top[other] - finite(all.top));
-    all.total += weight * meeting.total[other];
-    for (int j = 0; j < kWide; ++j) all.out.x[j] += weight * meeting.out[other].x[j];
+  if (place.slots > 1) {
+    meeting.top[thread] = sum.top;
+    meeting.total[thread] = sum.total;
+    meeting.out[thread] = sum.out;
   }
-  store(p, place, stand, all);
+  Stand stand(p, place);
+  if (place.slots > 1) {
+    barrier();
+    if (place.slot == 0) sum = met(meeting, place);
+  }
+  if (exists && place.slot == 0) store(p, place, stand, sum);
 }

@@ -45,6 +45,9 @@ DEVICE int lane_index() { return threadIdx.x % kLanes; }
 DEVICE int wave_index() { return __shfl_sync(kAllLanes, threadIdx.x / kLanes, 0); }
 DEVICE int workgroup_index() { return blockIdx.x; }
 
+// The least n with x < 2^n.
+DEVICE int bits_of(unsigned x) { return 32 - __clz(x); }
+
 DEVICE void barrier() { __syncthreads(); }
 
 // ex2.approx and lg2.approx: base 2, one instruction each (exp2f adds a range check for denormals).

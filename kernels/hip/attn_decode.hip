@@ -24,18 +24,20 @@
 
 #include "arguments.h"
 #include "decode_load.h"
+#include "results.h"
 
 typedef M::Acc Acc;
 constexpr float kLeastUnit = 1e-30f;  // below any scale that `quantize` makes
 constexpr int kWaves = 4;
 constexpr int kThreads = kWaves * kLanes;
 constexpr int kLeastGroups = 2 * kWaves;  // of a part, but for the last
+constexpr int kFours = OCCUPANCY == 1 ? 2 : 1;  // of products that wavefronts exchange at once, as LDS has room
 
 struct Shared {
   RowTable rows[kWaves];
   union {
     Quad q[TILES][kChunks][kLanes];
-    Acc sums[kWaves][4][kLanes];  // of one piece: from wavefront, row of the product
+    Acc sums[kWaves][kFours][4][kLanes];  // from wavefront, row of the product
   };
   float maximum[kWaves][TILES][kGroup], total[kWaves][TILES][kGroup];
   ScaleTable scales[kFloat8 ? kWaves : 0];
@@ -190,38 +192,54 @@ DEVICE void step(State &state, Shared &shared, const Group &group, const Factors
 constexpr int kPieces = TILES * kChunks;
 constexpr int kShare = (kPieces + kWaves - 1) / kWaves;
 
-DEVICE void load_queries(Quad (&share)[kShare], const Params &p, const Sequence &s,
-                         const Block &b) {
-  for (int i = 0; i < kShare; ++i) {
-    int piece = i * kWaves + wave_index();
-    unsigned line = b.first_line + piece / kChunks * 16 + M::column();
-    int c = piece % kChunks, chunk = c * 4 + M::part();
-    if (kFloat8 && c < kPaired) chunk = c / 2 * 8 + M::part() * 2 + c % 2;
-    share[i] = Quad{0, 0, 0, 0};
-    if (piece < kPieces && (int)line < b.lines && chunk * 8 < p.head_dim)
-      share[i] = *(const Quad *)((const unsigned short *)p.q + s.row_batch * p.q_batch +
-                                 (s.row0 + line / b.group) * p.q_row +
-                                 (b.head_k * b.group + line % b.group) * p.q_head + chunk * 8);
+// Before keys are in flight: what is loaded here would wait for all of them.
+DEVICE void describe(Lines &lines, const Params &p, const Sequence &s, const Block &b) {
+  unsigned group = b.group;
+  pin_scalar(group);  // nothing that divides by it stays in registers through the loop
+  for (int t = 0; t < TILES; ++t) {
+    // Lines beyond the last repeat it; their results are not stored.
+    unsigned line = min(b.first_line + t * 16 + M::column(), b.lines - 1), row = quotient(line, group);
+    lines.row[t] = row;
+    lines.head[t] = b.head_k * group + line - row * group;
+    lines.slope[t] = terms_of(p, s.batch, lines.head[t], row).slope;
+    if (kFloat8) lines.scale[t] = query_scale(p, s, b.head_k, row);
   }
 }
 
-DEVICE void share_queries(Lines &lines, Shared &shared, const Quad (&share)[kShare],
-                          const Sequence &s, const Block &b) {
+// The 8 elements of a line that a lane has of a piece.
+DEVICE int eight_of(int piece) {
+  int c = piece % kChunks;
+  return kFloat8 && c < kPaired ? c / 2 * 8 + M::part() * 2 + c % 2 : c * 4 + M::part();
+}
+
+DEVICE void load_queries(Quad (&share)[kShare], const Lines &lines, const Params &p, const Sequence &s, const Block &b) {
+  const unsigned short *q = (const unsigned short *)p.q + s.row_batch * p.q_batch + s.row0 * p.q_row;
+  for (int i = 0; i < kShare; ++i) {
+    int piece = i * kWaves + wave_index(), tile = piece / kChunks, eight = eight_of(piece);
+    unsigned row = lines.row[0], head = lines.head[0];
+    for (int t = 1; t < TILES; ++t) {
+      if (tile != t) continue;
+      row = lines.row[t];
+      head = lines.head[t];
+    }
+    share[i] = Quad{0, 0, 0, 0};
+    // Latent lines are mostly full, and their loads are all of a path: see `attend`.
+    bool wanted = piece < kPieces && b.first_line + tile * 16 + M::column() < b.lines && eight * 8 < p.head_dim;
+    if (LATENT) eight = min(eight, p.head_dim / 8 - 1);
+    if (LATENT || wanted)
+      share[i] = *(const Quad *)(q + multiply_add(row, p.q_row, multiply_add(head, p.q_head, eight * 8)));
+  }
+}
+
+DEVICE void share_queries(Lines &lines, Shared &shared, Quad (&share)[kShare], int head_dim) {
   for (int i = 0; i < kShare; ++i) {
     int piece = i * kWaves + wave_index();
+    if (LATENT && eight_of(piece) * 8 >= head_dim) share[i] = Quad{0, 0, 0, 0};
     if (piece < kPieces) shared.q[piece / kChunks][piece % kChunks][lane_index()] = share[i];
   }
   barrier();
-  const Params &p = params_again();
-  for (int t = 0; t < TILES; ++t) {
+  for (int t = 0; t < TILES; ++t)
     for (int c = 0; c < kChunks; ++c) lines.q[t][c] = shared.q[t][c][lane_index()];
-    // Lines beyond the last repeat its mask; their queries are 0, and their results are not stored.
-    unsigned line = min(b.first_line + t * 16 + M::column(), b.lines - 1);
-    lines.row[t] = line / b.group;
-    lines.head[t] = b.head_k * b.group + line % b.group;
-    lines.slope[t] = terms_of(p, s.batch, lines.head[t], lines.row[t]).slope;
-    if (kFloat8) lines.scale[t] = query_scale(p, s, b.head_k, lines.row[t]);
-  }
 }
 
 // ---- the keys of a part -------------------------------------------------------------------------
@@ -230,11 +248,12 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
                    const Block &b) {
   Lines lines;
   Quad share[kShare];
-  load_queries(share, p, s, b);
+  describe(lines, params_again(), s, b);
   constexpr int kStride = kWaves * kGroup;  // between groups of a wavefront
   int begin = b.start + wave_index() * kGroup;
   if (begin >= b.stop) {
-    share_queries(lines, shared, share, s, b);
+    load_queries(share, lines, p, s, b);
+    share_queries(lines, shared, share, p.head_dim);
     return;
   }
   int groups = (b.stop - begin + kStride - 1) / kStride;
@@ -271,16 +290,20 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
   };
   Group group[kStages];
   look(0);
+  load_queries(share, lines, p, s, b);
   write();
   if (groups > kStages) look(kStages);
   int n = 0;
-  // All loads of this loop are unconditional: where paths with different numbers of loads join, the
-  // compiler waits for more loads than necessary.
-  if (groups >= 2 * kStages) {
+  // All loads of this path are unconditional: where paths with different numbers of loads join, the
+  // compiler waits for more loads than necessary. Those behind the last group are of the last key alone.
+  // Float8 takes it always: with both paths, a plan spilled.
+  if (kFloat8 || groups >= kStages) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) load(group[i], rows, i, k, v);
-    share_queries(lines, shared, share, s, b);
-    for (; n + 2 * kStages <= groups; n += kStages) {
+    share_queries(lines, shared, share, p.head_dim);
+    for (; n + kStages < groups; n += kStages) {
+      // Otherwise the offsets of a key's pieces stay in registers through the loop, and up to 21 spill.
+      if (kFloat8) pin_scalar(k.head_dim);
       begin_round();
       write();
       look(n + 2 * kStages);
@@ -294,66 +317,44 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
 #pragma unroll
     for (int i = 0; i < kStages; ++i)
       if (i < groups) load(group[i], rows, i, k, v);
-    share_queries(lines, shared, share, s, b);
+    share_queries(lines, shared, share, p.head_dim);
   }
-  // Fewer than two rounds are left.
-  while (true) {
-    begin_round();
+  begin_round();
 #pragma unroll
-    for (int i = 0; i < kStages; ++i)
-      if (n + i < groups) advance(group[i], n + i, i);
-    n += kStages;
-    if (n >= groups) return;
-    write();
-#pragma unroll
-    for (int i = 0; i < kStages; ++i)
-      if (n + i < groups) load(group[i], rows, i, k, v);
-  }
+  for (int i = 0; i < kStages; ++i)
+    if (n + i < groups) advance(group[i], n + i, i);
 }
 
 // ---- from four wavefronts to memory -------------------------------------------------------------
 
-// Elements `dim` ... of a line's output.
+// Of a part without keys combine reads only this.
+DEVICE void store_empty(const Sequence &s, const Block &b, int part) {
+  unsigned line = b.first_line + thread_index(), row = quotient(line, b.group);
+  if (thread_index() < TILES * 16 && (int)line < b.lines)
+    Results(params_again(), s, part).store_lse(row, b.head_k * b.group + line - row * b.group, -INFINITY_F);
+}
+
+// `count` elements of an output.
 template <int count>
-DEVICE void store(const Params &p, const Sequence &s, int row, int head, int part, int dim,
-                  const Acc &x) {
-  if (p.num_splits > 1) {
-    float *to =
-        (float *)p.partial_out + part_line(p, s, row, head, part) * p.head_dim_v + dim;
-    for (int i = 0; i < count; ++i) to[i] = x[i];
+DEVICE void store(const Results &to, GLOBAL char *out, int dim, const Acc &x) {
+  if (to.split) {
+    for (int i = 0; i < count; ++i) ((GLOBAL float *)out)[dim + i] = x[i];
     return;
   }
-  unsigned short *to = (unsigned short *)p.out + s.row_batch * p.out_batch +
-                       (s.row0 + row) * p.out_row + head * p.out_head + dim;
   for (int i = 0; i < count; i += 2)
-    *(unsigned *)(to + i) = Format<DTYPE>::nearest(x[i], x[i + 1]);
+    *(GLOBAL unsigned *)(out + 2 * (dim + i)) = Format<DTYPE>::nearest(x[i], x[i + 1]);
 }
 
-DEVICE void store_lse(const Params &p, const Sequence &s, int row, int head, int part, float lse) {
-  if (p.num_splits > 1) {
-    ((float *)p.partial_lse)[part_line(p, s, row, head, part)] = lse;
-  } else {
-    ((float *)p.lse)[s.row_batch * p.lse_batch + head * p.lse_head + s.row0 + row] = lse;
-  }
-}
-
-// Of a part without keys combine reads only this.
-DEVICE void store_empty(const Params &p, const Sequence &s, const Block &b, int part) {
-  unsigned line = b.first_line + thread_index();
-  if (thread_index() < TILES * 16 && (int)line < b.lines)
-    store_lse(p, s, line / b.group, b.head_k * b.group + line % b.group, part, -INFINITY_F);
-}
-
-DEVICE void finish_tile(State &state, int t, Shared &shared, const Params &p, const Sequence &s,
-                        const Block &b, int part) {
+DEVICE void finish_tile(State &state, int t, Shared &shared, const Results &to, const Block &b) {
   int wave = wave_index(), column = M::column();
-  unsigned line = b.first_line + t * 16 + column;
-  int row = line / b.group, head = b.head_k * b.group + line % b.group;
+  unsigned group = b.group, line = b.first_line + t * 16 + column;
+  pin_scalar(group);  // see `describe`
+  unsigned row = quotient(line, group), head = b.head_k * group + line - row * group;
   bool exists = (int)line < b.lines;
 
-  // A sink is one more logit, without a value: the first part's.
+  // A sink is one more logit, without a value.
   float sink = -INFINITY_F;
-  if (p.sinks && p.use_sinks && part == 0 && exists) sink = ((const float *)p.sinks)[head] * kLog2E;
+  if (to.sinks && exists) sink = to.sinks[head] * kLog2E;
   float top = sink;
   for (int w = 0; w < kWaves; ++w) top = max(top, shared.maximum[w][t][column]);
   float base = top == -INFINITY_F ? 0.0f : top;
@@ -363,33 +364,53 @@ DEVICE void finish_tile(State &state, int t, Shared &shared, const Params &p, co
   bool saw = total != 0.0f;
   float own = exp2(state.maximum[t] - base) * (saw ? 1.0f / total : 0.0f);
   if (kFloat8) own *= state.unit;
-  if (wave == 0 && M::part() == 0 && exists)
-    store_lse(p, s, row, head, part, saw ? (top + log2(total)) * kLn2 : -INFINITY_F);
+  GLOBAL char *out = to.out_of(row, head);
+  // The output of a part that saw no key is not read.
+  bool wanted = exists && (saw || !to.split);
 
   // Each wavefront adds up one row of every product: element for element it lies in the same lane.
-  for (int e = 0; e < kElements; e += 4) {
-    barrier();
-    for (int r = 0; r < 4; ++r) {
-      Acc x = Acc{0};
-      for (int j = 0; j < 4 && e + j < kElements; ++j) x[j] = state.o[t][e + j][r] * own;
-      shared.sums[wave][r][lane_index()] = x;
+  for (int first = 0; first < kElements; first += 4 * kFours) {
+    if (t > 0 || first > 0) barrier();
+    for (int f = 0; f < kFours; ++f) {
+      for (int r = 0; r < 4; ++r) {
+        Acc x = Acc{0};
+        for (int j = 0, e = first + 4 * f; j < 4 && e + j < kElements; ++j) x[j] = state.o[t][e + j][r] * own;
+        shared.sums[wave][f][r][lane_index()] = x;
+      }
     }
     barrier();
-    Acc x = shared.sums[0][wave][lane_index()];
-    for (int w = 1; w < kWaves; ++w) x += shared.sums[w][wave][lane_index()];
-    int dim = dim_of(e, M::part() * 4 + wave);
-    // The output of a part that saw no key is not read.
-    bool wanted = exists && dim < p.head_dim_v && (saw || p.num_splits == 1);
-    if (wanted) {
-      if (e < kMiddle) store<4>(p, s, row, head, part, dim, x);
-      else store<2>(p, s, row, head, part, dim, x);
+    for (int e = first, f = 0; f < kFours && e < kElements; e += 4, ++f) {
+      Acc x = shared.sums[0][f][wave][lane_index()];
+      for (int w = 1; w < kWaves; ++w) x += shared.sums[w][f][wave][lane_index()];
+      int dim = dim_of(e, M::part() * 4 + wave);
+      if (wanted && dim < to.head_dim_v) {
+        if (e < kMiddle) store<4>(to, out, dim, x);
+        else store<2>(to, out, dim, x);
+      }
     }
   }
+  if (wave == 0 && M::part() == 0 && exists)
+    to.store_lse(row, head, saw ? (top + log2(total)) * kLn2 : -INFINITY_F);
+}
+
+// Merges the wavefronts.
+DEVICE void finish(State &state, Shared &shared, const Sequence &s, const Block &b, int part) {
+  Results to(params_again(), s, part);
+  for (int t = 0; t < TILES; ++t) {
+    float total = M::column_sum(state.total[t]);
+    if (M::part() == 0) {
+      shared.maximum[wave_index()][t][M::column()] = state.maximum[t];
+      shared.total[wave_index()][t][M::column()] = total;
+    }
+  }
+  barrier();
+  for (int t = 0; t < TILES; ++t) finish_tile(state, t, shared, to, b);
 }
 
 extern "C" __global__ WORKGROUP(kThreads, OCCUPANCY) void attn_decode(Params p) {
   __shared__ Shared shared;
-  unsigned group = (unsigned)p.heads_q / (unsigned)p.heads_k;
+
+  unsigned group = quotient(p.heads_q, p.heads_k);
   int blocks = (p.seqlen_q * group + TILES * 16 - 1) / (TILES * 16);
   Work work = decode_work(workgroup_index(), blocks, p.num_splits, p.heads_k, p.batch, p.dies);
   Sequence s = sequence_of(p, work.batch);
@@ -400,15 +421,15 @@ extern "C" __global__ WORKGROUP(kThreads, OCCUPANCY) void attn_decode(Params p) 
   b.first_line = work.block * TILES * 16;
   if (b.first_line >= b.lines) return;
   unsigned last_line = min(b.first_line + TILES * 16, b.lines) - 1;
-  Seen seen = keys_seen(p, s, b.first_line / group, last_line / group);
+  Seen seen = keys_seen(p, s, quotient(b.first_line, group), quotient(last_line, group));
   int groups = (max(seen.high - seen.low, 0) + kGroup - 1) / kGroup;
   // As many parts as the longest sequence needs; shorter ones leave the last of them empty.
-  int share = (unsigned)(groups + p.num_splits - 1) / (unsigned)p.num_splits;
+  int share = quotient(groups + p.num_splits - 1, p.num_splits);
   share = max(share, kLeastGroups) * kGroup;
   b.start = (int)min(seen.low + (long long)work.part * share, (long long)seen.high);
   b.stop = b.start + min(share, seen.high - b.start);
   if (work.part > 0 && b.start >= b.stop) {
-    store_empty(p, s, b, work.part);
+    store_empty(s, b, work.part);
     return;
   }
   b.all_low = seen.all_low;
@@ -423,15 +444,5 @@ extern "C" __global__ WORKGROUP(kThreads, OCCUPANCY) void attn_decode(Params p) 
     for (int e = 0; e < kElements; ++e) state.o[t][e] = Acc{0};
   }
   attend(state, shared, p, s, b);
-
-  for (int t = 0; t < TILES; ++t) {
-    float total = M::column_sum(state.total[t]);
-    if (M::part() == 0) {
-      shared.maximum[wave_index()][t][M::column()] = state.maximum[t];
-      shared.total[wave_index()][t][M::column()] = total;
-    }
-  }
-  barrier();
-  const Params &again = params_again();
-  for (int t = 0; t < TILES; ++t) finish_tile(state, t, shared, again, s, b, work.part);
+  finish(state, shared, s, b, work.part);
 }

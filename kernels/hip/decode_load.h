@@ -102,10 +102,10 @@ DEVICE void wave_fence() {
   __builtin_amdgcn_wave_barrier();
 }
 
-DEVICE void write_row(RowTable &rows, int n, const Source &k, const Source &v, int page, int row) {
+DEVICE void write_row(RowTable &rows, int n, const Source &k, const Source &v, unsigned page, unsigned row) {
   if (n < kKeys) {
-    rows.k[n] = (page * k.batch_stride + row * k.row_stride) * kSize;
-    if constexpr (!LATENT) rows.v[n] = (page * v.batch_stride + row * v.row_stride) * kSize;
+    rows.k[n] = multiply_add(page, k.batch_stride, multiply_add(row, k.row_stride, 0)) * kSize;
+    if constexpr (!LATENT) rows.v[n] = multiply_add(page, v.batch_stride, multiply_add(row, v.row_stride, 0)) * kSize;
   }
 }
 

@@ -36,6 +36,15 @@ DEVICE int lane_index() { return thread_index() % kLanes; }
 DEVICE int wave_index() { return __builtin_amdgcn_readfirstlane(thread_index() / kLanes); }
 DEVICE int workgroup_index() { return __builtin_amdgcn_workgroup_id_x(); }
 
+// The least n with x < 2^n.
+DEVICE int bits_of(unsigned x) { return x ? 32 - __builtin_clz(x) : 0; }
+
+// x / by of scalars. A division takes 25 instructions, and most divisors are powers of two.
+DEVICE unsigned quotient(unsigned x, unsigned by) {
+  if ((by & (by - 1)) == 0) return x >> __builtin_ctz(by);
+  return x / by;
+}
+
 // All of the workgroup's LDS traffic before this is visible to all of it after.
 DEVICE void barrier() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
@@ -55,6 +64,12 @@ DEVICE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }  // to 1 u
 
 // All 64 bits.
 DEVICE unsigned long long wide_product(unsigned x, unsigned y) { return (unsigned long long)x * y; }
+// x * y + z in 64 bits. Of a plain product, LLVM 19 makes an instruction that also reads a register without a value,
+// which may be waiting for a load.
+DEVICE long long multiply_add(unsigned x, long long y, long long z) {
+  unsigned high = x * (unsigned)(y >> 32);
+  return (long long)(wide_product(x, (unsigned)y) + (unsigned long long)z + ((unsigned long long)high << 32));
+}
 // Rounded before anything is added to it.
 DEVICE float product(float x, float y) {
 #pragma clang fp contract(off)
@@ -74,6 +89,10 @@ DEVICE void pin(T &x) {
 template <typename T>
 DEVICE void pin_scalar(T &x) {
   asm volatile("" : "+s"(x));
+}
+template <typename... T>
+DEVICE void pin_scalars(T &...x) {
+  (pin_scalar(x), ...);
 }
 
 // `x` of lane `lane`.

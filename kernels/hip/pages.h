@@ -7,7 +7,7 @@ struct Place {
 };
 
 // For quotients by the page size without a division.
-DEVICE unsigned inverse_of_pages(const Params &p) { return 0xffffffffu / (unsigned)p.page_size; }
+DEVICE unsigned inverse_of_pages(const Params &p) { return quotient(0xffffffffu, p.page_size); }
 
 // Of key `key` with the padding before it. The page is loaded from the sequence's table: nothing waits for it before
 // its first use. `inverse` is floor((2^32 - 1) / size), and the estimate is the quotient or 1 less.

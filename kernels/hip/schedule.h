@@ -32,17 +32,20 @@ DEVICE Work work_of(int id, int blocks, int parts, int heads, int batch, int die
 // The same of a decode kernel, whose sequences may differ much in length: a short one leaves all parts but the first
 // few empty. The last parts of all heads come first, which only long sequences have. Neighboring parts of a head go to
 // different dies. Only the blocks of a part, which read the same keys, go to one die, one after the other.
-DEVICE Work decode_work(int id, int blocks, int parts, int heads, int batch, int dies) {
-  int pairs = heads * batch, shares = pairs * parts, whole = shares - shares % dies, share, block;
+DEVICE Work decode_work(unsigned id, unsigned blocks, unsigned parts, unsigned heads, unsigned batch, unsigned dies) {
+  unsigned pairs = heads * batch, shares = pairs * parts, whole = quotient(shares, dies) * dies, share, block;
   if (id < whole * blocks) {
-    int place = id / dies;
-    share = place / blocks * dies + id % dies;
-    block = place % blocks;
+    unsigned place = quotient(id, dies), first = quotient(place, blocks);
+    share = first * dies + id - place * dies;
+    block = place - first * blocks;
   } else {
     id -= whole * blocks;
-    share = whole + id % (shares - whole);
-    block = id / (shares - whole);
+    block = quotient(id, shares - whole);
+    share = whole + id - block * (shares - whole);
   }
-  int part = parts - 1 - share / pairs, pair = (share + pairs - part % pairs) % pairs;
-  return Work{block, part, pair % heads, pair / heads};
+  unsigned round = quotient(share, pairs), part = parts - 1 - round;
+  unsigned turned = part - quotient(part, pairs) * pairs, pair = share - round * pairs;
+  pair += pair < turned ? pairs - turned : -turned;
+  unsigned sequence = quotient(pair, heads);
+  return Work{(int)block, (int)part, (int)(pair - sequence * heads), (int)sequence};
 }

@@ -65,41 +65,51 @@ FAULTS = {
     "sum not rescaled": ("state.total[t] *= rescale;", ""),
     "maximum of a quarter of the keys": ("M::column_max(highest)", "highest"),
     "sum of a quarter of the keys": ("M::column_sum(state.total[t])", "state.total[t]"),
-    "rows of the round before": ("      write();\n", ""),
+    "rows of the round before": ("      write();\n      look(n", "      look(n"),
     "rows of a round too early": ("      look(n + 2 * kStages);\n", ""),
     "last group dropped": ("if (n + i < groups) advance", "if (n + i < groups - 1) advance"),
     "quotient by the page size 1 less": ("if (row >= size) {", "if (row > size) {"),
     "padding forgotten": ("inverse, key + s.padding)", "inverse, key)"),
     "batch index forgotten": ("place[i].page : s.key_batch", "place[i].page : s.batch"),
-    "sink in every part": ("p.use_sinks && part == 0 && exists", "p.use_sinks && exists"),
+    "sink in every part": ("if (!with_sinks || part > 0)", "if (!with_sinks)"),
     "keys of V in another order": (
         "perm(group.v[1][e / 2], group.v[0]",
         "perm(group.v[0][e / 2], group.v[1]",
     ),
     "wavefronts' sums not waited for": (
-        "    barrier();\n    Acc x = shared.sums",
-        "    Acc x = shared.sums",
+        "    barrier();\n    for (int e = first, f", "    for (int e = first, f",
     ),
-    "sums overwritten while read": ("e += 4) {\n    barrier();", "e += 4) {"),
+    "sums overwritten while read": ("    if (t > 0 || first > 0) barrier();\n", ""),
     "empty part that says nothing": (
-        "    store_empty(p, s, b, work.part);\n    return;", "    return;",
+        "    store_empty(s, b, work.part);\n    return;", "    return;",
     ),
     "empty part of the wrong head": (
-        "b.head_k * b.group + line % b.group, part, -INFINITY_F",
-        "b.head_k * b.group, part, -INFINITY_F",
+        "b.head_k * b.group + line - row * b.group, -INFINITY_F",
+        "b.head_k * b.group, -INFINITY_F",
     ),
     "parts cut short": ("max(share, kLeastGroups)", "min(share, kLeastGroups)"),
-    "part twice": ("parts - 1 - share / pairs, pair", "max(parts - 2 - share / pairs, 0), pair"),
-    "last parts of nobody": ("share = whole + id %", "share = id %"),
+    "part twice": ("part = parts - 1 - round;", "part = max(parts - 1, round + 1) - round - 1;"),
+    "last parts of nobody": ("share = whole + id -", "share = id -"),
     "wrong key head": ("p.k + b.head_k * p.k_head", "p.k + (p.heads_k - 1 - b.head_k) * p.k_head"),
-    "wrong query head": ("b.head_k * b.group + line % b.group) * p.q_head", "b.head_k) * p.q_head"),
+    "wrong query head": ("multiply_add(head, p.q_head,", "multiply_add(0, p.q_head,"),
     "queries not waited for": (
-        "  barrier();\n  const Params &p = params_again();",
-        "  const Params &p = params_again();",
+        "  barrier();\n  for (int t = 0; t < TILES; ++t)\n    for (int c",
+        "  for (int t = 0; t < TILES; ++t)\n    for (int c",
     ),
-    "part of the head not masked": ("&& chunk * 8 < p.head_dim)", ")"),
-    "columns beyond head_dim_v stored": ("exists && dim < p.head_dim_v &&", "exists &&"),
+    "part of the head not masked": ("&& eight * 8 < p.head_dim;", ";"),
+    "columns beyond head_dim_v stored": ("wanted && dim < to.head_dim_v", "wanted"),
     "lines beyond the last stored": ("bool exists = (int)line < b.lines;", "bool exists = true;"),
+    "wavefronts' maxima not waited for": (
+        "  barrier();\n  for (int t = 0; t < TILES; ++t) finish_tile",
+        "  for (int t = 0; t < TILES; ++t) finish_tile",
+    ),
+    "weight of the first wavefront for all": (
+        "float own = exp2(state.maximum[t] - base)",
+        "float own = exp2(shared.maximum[0][t][column] - base)",
+    ),
+    "partial sums of the first part": ("* heads * splits + part;", "* heads * splits;"),
+    "quotients by other than powers of two": ("if ((by & (by - 1)) == 0) return", "return"),
+    "quotients by the next power of two": ("__builtin_ctz(by)", "bits_of(by)"),
     "P truncated": ("perm(b + 0x8000, a + 0x8000, 0x07060302)", "perm(b, a, 0x07060302)"),
     "LSE in base 2": ("(top + log2(total)) * kLn2", "(top + log2(total))"),
 }  # fmt: skip
@@ -127,7 +137,7 @@ def test_blocks_of_rows():
 
 
 def test_one_block_for_all_rows_is_found(plant):
-    plant(decode.KERNEL, "block = place % blocks;", "block = 0;")
+    plant(decode.KERNEL, "block = place - first * blocks;", "block = 0;")
     assert faults_found([BLOCKS])
 
 

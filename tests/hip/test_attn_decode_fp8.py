@@ -56,7 +56,7 @@ FAULTS = {
         "blocks", "begin_round();\n      write();", "write();\n      begin_round();",
     ),
     "scales of the first round": (
-        "blocks", "  while (true) {\n    begin_round();", "  while (true) {",
+        "blocks", "  }\n  begin_round();\n", "  }\n",
     ),
     "scales of another group": ("blocks", "int at = n * kGroup + M::part() * 4;",
                                 "int at = M::part() * 4;"),
@@ -72,7 +72,7 @@ FAULTS = {
     "V's neighbors exchanged": ("head", "e / 2 % 2)[e % 2]", "e / 2 % 2)[1 - e % 2]"),
     "V's pairs exchanged": ("head", "group.v[i][e / 4], e / 2 % 2)",
                             "group.v[i][e / 4], e / 2 % 2 == 0)"),
-    "queries as over 16 bits": ("head", "if (kFloat8 && c < kPaired)", "if (false)"),
+    "queries as over 16 bits": ("head", "return kFloat8 && c < kPaired ?", "return false ?"),
     "last elements dropped": ("96", "if (kHalfPieces)", "if (false)"),
     "read beyond the head": ("narrow", "source.head_dim / (bytes / kSize) - 1", "1 << 20"),
 }  # fmt: skip

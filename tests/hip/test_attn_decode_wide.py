@@ -20,10 +20,8 @@ CASES = (
 FAULTS = {
     "elements 256 and on as the first": ("return e / 8 * 128 + row * 8",
                                          "return e / 8 % 2 * 128 + row * 8"),
-    "queries from 256 on as the first": ("chunk * 8 < p.head_dim)\n      share[i] = *(const Quad *)"
-                                         "((const unsigned short *)p.q +",
-                                         "chunk * 8 < p.head_dim)\n      share[i] = *(const Quad *)"
-                                         "((const unsigned short *)p.q - chunk / 32 * 256 +"),
+    "queries from 256 on as the first": ("multiply_add(head, p.q_head, eight * 8)",
+                                         "multiply_add(head, p.q_head, eight % 32 * 8)"),
     "keys end with 256 elements": ("c < kKeyPieces; ++c) load_key<16>(group.k + c * 4, key, c * 4",
                                    "c < kKeyPieces; ++c) load_key<16>(group.k + c * 4, key, "
                                    "c % 8 * 4"),
@@ -31,7 +29,7 @@ FAULTS = {
                                          "    Pair v = value_operand(group, e);",
                                          "for (int e = 0; e < kElements / 2; ++e) {\n"
                                          "    Pair v = value_operand(group, e);"),
-    "blocks of rows on one another": ("block = id / (shares - whole);", "block = 0;"),
+    "blocks of rows on one another": ("block = quotient(id, shares - whole);", "block = 0;"),
     "rows of the first workgroup for all": ("b.first_line = work.block * TILES * 16;",
                                             "b.first_line = 0;"),
 }  # fmt: skip

@@ -51,13 +51,19 @@ FAULTS = {
     "outputs not rescaled": ("sum.out.x[j] *= rescale;", ""),
     "barrier dropped": ("  barrier();\n", ""),
     "maxima of slots ignored": ("power(meeting.top[other] - finite(all.top))", "1.0f"),
+    "second of two slots ignored": (
+        "    for (int i = 0; i < 2; ++i) {",
+        "    for (int i = 0; i < 1; ++i) {",
+    ),
+    "sums of one slot not met": ("if (place.slot == 0) sum = met", "if (false) sum = met"),
+    "slots of eight splits": ("(unsigned)(x - 1) / 4", "(unsigned)(x - 1) / 8"),
     "sums of slots ignored": ("weight * meeting.total[other]", "weight"),
     "last split dropped": ("if (split < p.num_splits)", "if (split < p.num_splits - 1)"),
     "splits beyond the last": ("if (split < p.num_splits)", ""),
-    "packed rows beyond the last": ("used = exists && is_used", "used = is_used"),
+    "packed rows beyond the last": ("if (exists && place.slot == 0)", "if (place.slot == 0)"),
     "last packed row dropped": (
-        "bool exists = row <",
-        "bool exists = row + 1 <",
+        "bool exists = place.packed_row <",
+        "bool exists = place.packed_row + 1 <",
     ),
     "packed rows of other workgroups": ("workgroup_index() << (kThreadBits", "0 << (kThreadBits"),
     "LSE in base 2": ("log2(sum.total) * kLn2", "log2(sum.total)"),
@@ -65,8 +71,8 @@ FAULTS = {
     "columns beyond odd dims": ("&& columns > j", ""),
     "columns stored beyond it": ("      if (place.column + j < p.head_dim_v)\n        to", "to"),
     "rows of no sequence": ("if (used)", "if (exists)"),
-    "rows of the first entry": ("is_used(p, (int)(row / p.seqlen_q)", "is_used(p, 0"),
-    "rows not counted from their entry": ("(int)(row % p.seqlen_q))", "(int)row)"),
+    "rows of the first entry": ("is_used(p, (int)stand.batch", "is_used(p, 0"),
+    "rows not counted from their entry": ("(int)stand.row);", "(int)place.packed_row);"),
     "rows behind the last sequence": ("if (row >= int_at(p.cu_seqlens_q, p.batch))", "if (false)"),
     "lengths of the first sequence": (
         "row < int_at(p.seqused_q, batch)",
@@ -104,7 +110,7 @@ def test_a_wait_dropped_before_the_barrier_is_found(monkeypatch: pytest.MonkeyPa
         names, pcs = loaded.code.names, loaded.code.instructions["pc"]
         barrier = names.index("s_barrier")
         wait = max(n for n in range(barrier) if names[n] == "s_waitcnt")
-        assert "ds_write" in "".join(names[wait - 4 : wait])
+        assert "ds_write" in "".join(names[:wait])
         assert "ds_write" not in "".join(names[wait:barrier])
         pc = int(pcs[wait])
         at = data.index(loaded.object.image[pc : pc + 64])
