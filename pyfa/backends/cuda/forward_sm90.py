@@ -308,7 +308,8 @@ def _plan(
     if groups == 1:
         more["BLOCKS"] = _fit(tiles, pair)
     shared, kept = tiles.shared_bytes(pair), tiles.kept_bytes(pair)
-    if "CHUNK_TILES" in more and shared + kept <= SHARED_BYTES // _fit(tiles, pair):
+    room = SHARED_BYTES if _fit(tiles, pair) == 1 else _HALF_SM
+    if "CHUNK_TILES" in more and shared + kept <= room:
         more["CHUNK_SHARED"] = 1
         shared += kept
     return plan_of(tiles, pair, dtype, score, shared, notes, **more)

@@ -64,8 +64,7 @@ class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is untyped wh
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         # Over pages of 16 keys a prefill takes 1.02 times as long as over a dense cache, over pages
-        # of 64 as long (benchmarks/results: cuda_tuning_h200.json, serving.json). In float8 it took
-        # 1.16 times as long.
+        # of 64 as long (benchmarks/results/serving_fa3.json).
         return max(default_block_size, 64)
 
     @classmethod
