@@ -377,6 +377,7 @@ DEVICE void add_up(const Memory &memory, const Params &p, const Sequence &s, con
 }
 
 extern "C" __global__ WORKGROUP(kThreads, 1) void attn_decode(KERNEL_PARAMS p) {
+  griddepcontrol_wait();
   extern __shared__ __align__(128) char shared_bytes[];
   Memory &memory = *(Memory *)shared_bytes;
   if (p.num_splits > 1) griddepcontrol_launch_dependents();  // combine

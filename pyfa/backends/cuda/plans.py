@@ -47,7 +47,14 @@ def grid_of(plan: Plan, blocks: Extent, units: int) -> Extent:
 
 # Kernels that are launched while the previous kernel still runs, and that wait for it themselves
 # (``kernels/cuda/ahead.h``).
-AHEAD = frozenset({"cuda/combine.cu", "cuda/sm80/dq_convert.cu", "cuda/sm90/attn_bwd.cu"})
+AHEAD = frozenset(
+    {
+        "cuda/combine.cu",
+        "cuda/sm80/attn_decode.cu",
+        "cuda/sm80/dq_convert.cu",
+        "cuda/sm90/attn_bwd.cu",
+    }
+)
 
 
 def starts_ahead(plan: Plan, arch: str) -> bool:
