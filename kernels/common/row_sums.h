@@ -23,13 +23,25 @@ DEVICE long long state_offset(const Params &p, const Sequence &s, int head) {
   return s.row_batch * p.lse_batch + head * p.lse_head + s.row0;
 }
 
-// Behind the rows' shares of the sinks' gradient, shaped as the LSE, the shares of warps on Hopper: one for each
-// head and kSinkKeys keys.
+// Behind the rows' shares of the sinks' gradient, shaped as the LSE, the sums that Hopper's warps, and wavefronts of
+// the one-pass backward, leave for their keys: one for each head and kSinkKeys keys.
 constexpr int kSinkKeys = 16;
 DEVICE int sink_sum_count(const Params &p) { return (p.seqlen_k + 127) / 128 * (128 / kSinkKeys); }
 DEVICE float *sink_sums(const Params &p, int batch, int head) {
   long long rows = p.lse_batch ? p.batch * p.lse_batch : p.heads_q * p.lse_head;
   return (float *)p.dsinks + rows + (long long)(batch * p.heads_q + head) * sink_sum_count(p);
+}
+
+// A row's share of the sinks' gradient, w (dLSE - sum of P dP) with w = exp(sink - LSE), where the kernel over keys
+// has left sums of w P (dP - delta), for all rows of a head together: since the sum of P is 1 - w, the rest is of the
+// row alone. Each row subtracts its part of the sums.
+DEVICE void store_sink_share(const Params &p, const Sequence &s, int head, int row) {
+  long long at = state_offset(p, s, head) + row;
+  float dlse = p.dlse ? ((const float *)p.dlse)[at] : 0.0f;
+  float sink = exp2(((const float *)p.sinks)[head] * kLog2E + row_states(p).minus_lse[at]);
+  float share = sink * (dlse + row_states(p).minus_delta[at] * (1.0f - sink));
+  for (int i = row; i < sink_sum_count(p); i += s.rows) share -= sink_sums(p, s.batch, head)[i];
+  ((float *)p.dsinks)[at] = share;
 }
 
 // The 16-bit element in the low half.

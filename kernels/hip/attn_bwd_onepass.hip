@@ -107,10 +107,21 @@ DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const 
   }
   for (int n = 0; !GENERAL && n < TILES; ++n) {
     unsigned seen = seen_bits(c, c.own(n), first);
-    for (int r = 0; r < 4; ++r)
-      scored.p[n][r] = where(seen, r, exp2(__builtin_fmaf(s[n][r], c.to_base_2, minus_lse[r])));
+    for (int r = 0; r < 4; ++r) {
+      float x = kAlibiAlone ? general.sloped(general.distance_of(first), n, r, minus_lse[r]) : minus_lse[r];
+      x = __builtin_fmaf(s[n][r], c.to_base_2, x);
+      float slope = 1.0f;
+      if (kSoftcapAlone) {
+        float y = reciprocal(exp2(s[n][r] * general.cap_in) + 1.0f);
+        x = __builtin_fmaf(y, -2.0f * general.cap_out, minus_lse[r] + general.cap_out);
+        slope = 4.0f * (y - y * y);
+      }
+      scored.p[n][r] = where(seen, r, exp2(x));
+      dp[n][r] *= scored.p[n][r] * slope;
+      if (kSinksAlone) general.sinks.sum += general.sinks.weight(minus_lse[r]) * dp[n][r];
+    }
     for (int r = 0; r < 4; r += 2) {
-      scored.ds[n][r / 2] = F::half_up(dp[n][r] * scored.p[n][r], dp[n][r + 1] * scored.p[n][r + 1]);
+      scored.ds[n][r / 2] = F::half_up(dp[n][r], dp[n][r + 1]);
       exchange(at, lds.swap, n, r, scored.ds[n][r / 2]);
     }
   }
@@ -199,7 +210,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     Places at;
     Scored scored;
     General general;
-    if (GENERAL) general.begin(c.sequence(), c.first, head);
+    if (GENERAL || TERM) general.begin(c.sequence(), c.first, head);
     begin(c, at, fixed, lds, scored, general, head, start);
     lds.turn_rows();
     barrier();

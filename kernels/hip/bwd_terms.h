@@ -1,8 +1,43 @@
-// Scores of every kind in the one-pass backward: softcap, ALiBi, bias, dropout, sinks. Which of them there
-// are is known at run time: each is a branch around the work of a whole step.
+// Scores of every kind in the one-pass backward: softcap, ALiBi, bias, dropout, sinks. In GENERAL plans, which of
+// them there are is known at run time: each is a branch around the work of a whole step. TERM plans have one term
+// and no other. Its work is spread over the products (bwd_turn.h), which takes half of the time.
 #pragma once
 #include "bwd_score.h"
 #include "bwd_step.h"
+
+#ifndef TERM
+#define TERM 0
+#endif
+constexpr bool kSinksAlone = TERM == 1, kAlibiAlone = TERM == 2, kSoftcapAlone = TERM == 3;
+static_assert(!(GENERAL && TERM), "a plan has one term, or any");
+
+// What of the sinks' gradient needs the scores: the sum over a head's rows and this wavefront's keys of
+// w P (dP - delta), with w = exp(sink - LSE). dq_convert makes the rest (store_sink_share).
+struct SinkSum {
+  float sink;  // of the head, in base 2
+  float sum;   // of this lane
+
+  METHOD void look_up(int head) { sink = ((const float *)params_again().sinks)[head] * kLog2E; }
+  METHOD void seek(int head) {
+    look_up(head);
+    sum = 0.0f;
+    pin(sink);
+    pin(sum);
+  }
+  // LSE is at least the sink, but rows beyond the end have 0: infinity times their 0 would be NaN.
+  METHOD float weight(float minus_lse) const { return exp2(__builtin_fminf(sink + minus_lse, 0.0f)); }
+  // Adds the sum to that of the head and of the wavefront's keys, to which nobody else adds.
+  METHOD void add(const Sequence &s, int head, int first_key) const {
+    float all = sum;
+    for (int bit = 1; bit < kLanes; bit *= 2) all += from_lane_xor(all, bit);
+    if (lane_index() != 0 || first_key >= s.keys) return;
+    // With addresses in vector registers: scalar ones are few.
+    pin(head);
+    pin(first_key);
+    float *sums = sink_sums(params_again(), s.batch, head) + first_key / kSinkKeys;
+    __builtin_amdgcn_global_atomic_fadd_f32((__attribute__((address_space(1))) float *)sums, all);
+  }
+};
 
 // Of 16 rows and the keys of a wavefront, `tiles` times 16: a lane has one key of each tile, and four rows.
 template <int dtype, int tiles>
@@ -15,7 +50,6 @@ struct Scoring {
   // What a step leaves.
   struct Scored {
     Pair p[tiles], ds[tiles];  // P is rounded after dropout
-    float dot;                 // the sum of P dP of row 4 * part + lane % 4, over the wavefront's keys
   };
 
   int kinds;        // and the bias' type, times kBiasType
@@ -25,10 +59,23 @@ struct Scoring {
   Terms terms;
   int place;        // of the lane's first key, as distances count, before row 4 * part
   unsigned bias[tiles][4];  // of the step whose scores come next, as it is in memory
+  SinkSum sinks;            // of the score's head
+  // Softcap alone: S times `cap_in` is 2 S / softcap in base 2, and `cap_out` is the softcap in base 2.
+  float cap_in, cap_out;
 
   METHOD void begin(const Sequence &s, int first_key, int head) {
     const Params &p = params_again();
     first = first_key;
+    place = first + M::column() - s.shift - M::part() * kMmaPart;
+    if (TERM) {
+      cap_in = 2.0f * kLog2E * p.scale / p.softcap;
+      cap_out = p.softcap * kLog2E;
+      pin(cap_in);
+      pin(cap_out);
+      pin(place);
+      seek(s, head);
+      return;
+    }
     kinds = (p.softcap > 0.0f ? kSoftcap : 0) | (p.alibi_slopes ? kAlibi : 0) |
             (p.bias_type != kNoBias ? kBias : 0) | (p.dropout_threshold ? kDropout : 0) |
             (p.dsinks ? kSinks : 0) | p.bias_type * kBiasType;
@@ -36,7 +83,6 @@ struct Scoring {
     terms.scale = 1.0f;
     terms.softcap = p.softcap;
     terms.inverse = p.softcap > 0.0f ? p.scale / p.softcap : p.scale;
-    place = first + M::column() - s.shift - M::part() * kMmaPart;
     // In vector registers: scalar ones are few.
     pin(terms.softcap);
     pin(terms.inverse);
@@ -44,10 +90,19 @@ struct Scoring {
     seek(s, head);
   }
   METHOD void seek(const Sequence &s, int head) {
+    if (kSinksAlone) sinks.seek(head);
+    if (TERM && !kAlibiAlone) return;
     terms.slope = 0.0f;
-    if (kinds & kAlibi) terms.slope = terms_of(params_again(), s.batch, head, 0).slope;
+    if (kAlibiAlone || (kinds & kAlibi)) terms.slope = terms_of(params_again(), s.batch, head, 0).slope;
+    if (kAlibiAlone) terms.slope *= -kLog2E;
     pin(terms.slope);
   }
+  // ALiBi alone: what it adds to the exponent of the score of row r and the lane's key of tile n. `distance`: of
+  // row 0 and tile 0.
+  METHOD float sloped(float distance, int n, int r, float minus_lse) const {
+    return __builtin_fmaf(terms.slope, __builtin_fabsf(distance + (float)(n * 16 - r)), minus_lse);
+  }
+  METHOD float distance_of(int row) const { return (float)(place - row); }
 
   // What is not seen need not be there: elements beyond the end are 0 or others of the bias.
   METHOD void load_bias(const Sequence &s, int head, int row) {
@@ -106,7 +161,7 @@ struct Scoring {
   // a key.
   template <typename Mask>
   METHOD void weigh(Scored &to, Acc (&s)[tiles], Acc (&dp)[tiles], unsigned states, const Sequence &of,
-                    int head, int row, Mask masked) const {
+                    int head, int row, Mask masked) {
     float derivative[tiles][4];
     if (kinds & kSoftcap) {
 #pragma unroll
@@ -162,47 +217,28 @@ struct Scoring {
 #pragma unroll
       for (int n = 0; n < tiles; ++n) to.p[n] = Pair{F::half_up(s[n][0], s[n][1]), F::half_up(s[n][2], s[n][3])};
     }
-    if (kinds & kSinks) {
-      int column = M::column();
-      pin(column);  // or each comparison with it would be kept
-      to.dot = 0.0f;
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        float x = 0.0f;
-#pragma unroll
-        for (int n = 0; n < tiles; ++n) x += s[n][r] * dp[n][r];
-        x += turned<8>(x);
-        x += turned<4>(x);
-        x += turned<2>(x);
-        x += turned<1>(x);
-        to.dot = column % 4 == r ? x : to.dot;
-      }
-    }
     Acc minus_delta = read_four(states + kStepRows * 4);
 #pragma unroll
     for (int n = 0; n < tiles; ++n) {
+      for (int r = 0; r < 4; ++r) dp[n][r] = (dp[n][r] + minus_delta[r]) * s[n][r];
+    }
+    if (kinds & kSinks) {
+      // In each step: for one register more from step to step, 128 and 192 would spill.
+      sinks.look_up(head);
+      sinks.sum = 0.0f;
+      Acc again = read_four(states);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float weight = sinks.weight(again[r]);
+        for (int n = 0; n < tiles; ++n) sinks.sum = __builtin_fmaf(dp[n][r], weight, sinks.sum);
+      }
+      sinks.add(of, head, first);
+    }
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
       float x[4];
-      for (int r = 0; r < 4; ++r) x[r] = (dp[n][r] + minus_delta[r]) * (s[n][r] * derivative[n][r]);
+      for (int r = 0; r < 4; ++r) x[r] = dp[n][r] * derivative[n][r];
       M::put(to.ds[n], 0, x);
     }
-  }
-
-  // The rows' shares of the sinks' gradient, as far as they are sums (dq_convert.hip has the rest).
-  METHOD void add_dots(const Scored &of, const Sequence &s, int head, int row) const {
-    if (!(kinds & kSinks)) return;
-    const Params &p = params_again();
-    int column = M::column();
-    Sequence again = sequence_of(p, s.batch);
-    int rows = min(s.rows - row, kStepRows);
-    pin_scalar(rows);
-    auto to = buffer((float *)p.dsinks + state_offset(p, again, head) + row, max(rows, 0) * 4);
-    int at = (M::part() * kMmaPart + column) * 4 + (column / 4 << 28);  // of columns beyond 3 beyond the end
-    __builtin_amdgcn_raw_ptr_buffer_atomic_fadd_f32(of.dot, to, at, 0, 0);
-  }
-  // Of the lane that is so many behind in the 16 of a row, which come round.
-  template <int lanes>
-  static METHOD float turned(float x) {
-    return __builtin_bit_cast(
-        float, __builtin_amdgcn_mov_dpp(__builtin_bit_cast(int, x), 0x120 + lanes, 0xf, 0xf, true));
   }
 };

@@ -45,6 +45,7 @@ constexpr int kAtCut = kAtQ + kCutBlock * 2 * kShares;
 // only in this one, it is behind it that this is read, and the products that are left wait for nothing.
 constexpr int kAtBarrier = kLate ? kProducts - 10 : kProducts - 2;
 constexpr int kAtEnd = kAtBarrier - 6;
+constexpr int kAtSoftcap = kAtK + 3;
 static_assert(kAtEnd + 7 < kProducts, "what the next turn needs comes in this one");
 // From here on what is read is the next turn's.
 constexpr int kAtCarry = kLate ? kAtBarrier : kProducts - 2 * 2 * TILES;  // or two slots before the end
@@ -64,6 +65,8 @@ struct Deal {
   int stored[Feed::kStores] = {}, loaded[Feed::kLoads] = {}, added[4 * kShares] = {};
   int state[2] = {};                               // -LSE and -delta are read
   int scaled[kElements] = {}, raised[kElements] = {};  // S to the exponent of 2, and that to P
+  int weighed[4] = {};                                 // rows, for the sinks
+  int inverted[kElements] = {}, steepened[kElements] = {};  // for the softcap: 1 / (e^x + 1), its slope
   int differed[kTwos] = {}, halved[kTwos] = {}, given[kTwos] = {};  // dP to dS, to 16 bits, to LDS
 
   // The best product from `least` to `most` for `cost` instructions: near `wanted`, with room.
@@ -95,7 +98,9 @@ struct Deal {
     taken[kAtK - 2] += 1;
     taken[kAtK - 1] += 4;
     taken[kAtQ] += 2;
-    taken[kAtQ + 1] += 3;
+    taken[kSinksAlone || kAlibiAlone ? kAtS + 2 : kAtQ + 1] += 3;
+    if (kAlibiAlone) taken[kAtS + 3] += 2;
+    if (kSoftcapAlone) taken[kAtK + 2] += 4;
     taken[kAtQ + 2] += 4;
     for (int m = kAtTurn; m < kAtCarry; ++m) taken[m] += 2;
     for (int i = 0; i < 2 && !GENERAL; ++i) state[i] = place(kAtS, kAtS - 4, kAtS + 4, 2);
@@ -108,15 +113,24 @@ struct Deal {
     for (int i = 0; i < Feed::kLoads; ++i)
       loaded[i] = spread(i, Feed::kLoads, kAtK, kAtP, i ? loaded[i - 1] : 0, i % 4 ? 1 : 3);
     for (int i = 0; i < kElements && !GENERAL; ++i) {
-      scaled[i] = spread(i, kElements, kAtK + 3, kAtCut - 2, i ? scaled[i - 1] : 0, 1);
+      if (kSoftcapAlone) {
+        scaled[i] = spread(i, kElements, kAtSoftcap, kAtCut - 4, i ? scaled[i - 1] : 0, 3);
+        inverted[i] = place(scaled[i] + 1, scaled[i] + 1, kAtCut - 3, 3);
+        raised[i] = place(inverted[i] + 1, inverted[i] + 1, kAtCut - 1, 3);
+        steepened[i] = place(raised[i] + 1, raised[i] + 1, kAtCut, 2);
+        continue;
+      }
+      scaled[i] = spread(i, kElements, kAtK + 3, kAtCut - 2, i ? scaled[i - 1] : 0, kAlibiAlone ? 3 : 1);
       raised[i] = place(scaled[i] + 1, scaled[i] + 1, kAtCut - 1, 2);
     }
+    for (int i = 0; i < 4 && kSinksAlone; ++i)
+      weighed[i] = spread(i, 4, kAtK, kAtCut - 1, i ? weighed[i - 1] : 0, 4);
     for (int i = 0; i < kTwos; ++i) {
       if (GENERAL) {
         given[i] = spread(i, kTwos, kAtCut, kAtEnd, i ? given[i - 1] : 0, 2);
         continue;
       }
-      differed[i] = spread(i, kTwos, kAtCut, kAtEnd - 2, i ? differed[i - 1] : 0, 2);
+      differed[i] = spread(i, kTwos, kAtCut, kAtEnd - 2, i ? differed[i - 1] : 0, kSinksAlone || kSoftcapAlone ? 4 : 2);
       halved[i] = place(differed[i] + 1, differed[i] + 1, kAtEnd - 1, 3);
       given[i] = place(halved[i] + 1, halved[i] + 1, kAtEnd, 2);
     }
@@ -155,9 +169,10 @@ struct Walk {
   METHOD void score_on(const Context &c, General &general) {
     row += kStepRows;
     if (__builtin_expect(row >= end, 0)) {
+      if (kSinksAlone) general.sinks.add(c.sequence(), head, c.first);
       row = start;
       head = min(head + 1, group_end - 1);  // behind the last step its head again
-      if (GENERAL) general.seek(c.sequence(), head);
+      general.seek(c.sequence(), head);
     }
     pin_scalar(row);
   }
@@ -188,6 +203,10 @@ struct Values {
   Pair p[TILES], ds[TILES];  // of the step before
   float exponent[TILES][4];
   Acc minus_lse, minus_delta;
+  float weight[4];         // of a row's sink
+  float distance;          // of row 0 and tile 0, for ALiBi
+  float highest[4];        // of a row's exponents with a softcap
+  float steep[TILES][4];   // the softcap's slope
   Quad fragment[kSlots + kCarried];
   int cut;  // below 0: some row of the step does not see some key
 };
@@ -269,8 +288,17 @@ struct Turn {
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i)
       if (m == kDeal.added[i]) add(at, walk, scored.dq, i);
-    if (GENERAL && m == kAtS + 1) general.add_dots(scored.general, c.sequence(), walk.head, walk.row);
-    if (GENERAL && m == kAtS + 2) walk.score_on(c, general);
+    if ((GENERAL || kSinksAlone || kAlibiAlone) && m == kAtS + 2) walk.score_on(c, general);
+    if (kAlibiAlone && m == kAtS + 3) {
+      v.distance = general.distance_of(walk.row);
+      pin(v.distance);
+    }
+    if (kSoftcapAlone && m == kAtK + 2)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        v.highest[r] = v.minus_lse[r] + general.cap_out;
+        pin(v.highest[r]);
+      }
     if (GENERAL && m == kAtK - 3) general.load_bias(c.sequence(), walk.head, walk.row);
     if (!GENERAL && m == kDeal.state[0]) v.minus_lse = read_four(lds.rows + at.state);
     if (!GENERAL && m == kDeal.state[1]) v.minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
@@ -282,24 +310,55 @@ struct Turn {
 #pragma unroll
     for (int i = 0; !GENERAL && i < 4 * TILES; ++i) {
       float &x = v.exponent[i / 4][i % 4];
+      int n = i / 4, r = i % 4;
       if (m == kDeal.scaled[i]) {
-        x = __builtin_fmaf(v.s[i / 4][i % 4], c.to_base_2, v.minus_lse[i % 4]);
+        if (kSoftcapAlone) {
+          x = exp2(v.s[n][r] * general.cap_in);
+        } else {
+          x = kAlibiAlone ? general.sloped(v.distance, n, r, v.minus_lse[r]) : v.minus_lse[r];
+          x = __builtin_fmaf(v.s[n][r], c.to_base_2, x);
+        }
+        pin(x);
+      }
+      // tanh y = 1 - 2 / (e^2y + 1), with an error of 2^-22, and its slope is 4 times what is in brackets less its
+      // square.
+      if (kSoftcapAlone && m == kDeal.inverted[i]) {
+        x = reciprocal(x + 1.0f);
         pin(x);
       }
       if (m == kDeal.raised[i]) {
-        x = exp2(x);
+        float y = kSoftcapAlone ? __builtin_fmaf(x, -2.0f * general.cap_out, v.highest[r]) : x;
+        y = exp2(y);
+        pin(y);
+        scored.p[n][r] = y;
+      }
+      if (kSoftcapAlone && m == kDeal.steepened[i]) {
+        float fourfold = 4.0f * x;
+        x = __builtin_fmaf(-fourfold, x, fourfold);
         pin(x);
-        scored.p[i / 4][i % 4] = x;
+        v.steep[n][r] = x;
       }
     }
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+      if (kSinksAlone && m == kDeal.weighed[r]) {
+        float x = general.sinks.weight(v.minus_lse[r]);
+        pin(x);
+        v.weight[r] = x;
+      }
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i) {
       int n = i / 2, r = i % 2 * 2;
       if (!GENERAL && m == kDeal.differed[i])
         for (int j = r; j < r + 2; ++j) {
           float x = v.dp[n][j] * scored.p[n][j];
+          if (kSoftcapAlone) x *= v.steep[n][j];
           pin(x);
           v.dp[n][j] = x;
+          if (kSinksAlone) {
+            general.sinks.sum = __builtin_fmaf(x, v.weight[j], general.sinks.sum);
+            pin(general.sinks.sum);
+          }
         }
       if (!GENERAL && m == kDeal.halved[i]) {
         unsigned two = F::half_up(v.dp[n][r], v.dp[n][r + 1]);
@@ -310,7 +369,7 @@ struct Turn {
         exchange(at, lds.next_swap(), n, r, GENERAL ? scored.general.ds[n][i % 2] : scored.ds[n][i % 2]);
     }
     if (m == kAtQ) lds.turn_rows();
-    if (!GENERAL && m == kAtQ + 1) {
+    if (!(GENERAL || kSinksAlone || kAlibiAlone) && m == kAtQ + 1) {
       walk.row = walk.row + kStepRows < walk.end ? walk.row + kStepRows : (int)walk.start;
       pin_scalar(walk.row);
     }

@@ -1,5 +1,5 @@
 // The end of the one-pass backward: dQ from float32 sums (bwd_dq.h) to 16 bits, times the scale; the sinks'
-// gradient from the rows' sums of P dP, which have been added up where it goes.
+// gradient from the sums that the wavefronts have left.
 //
 // A wavefront takes a tile of 16 rows of a head. Of two neighboring products of dQ^T a lane has 8
 // neighboring elements of its row: 16 bytes.
@@ -20,10 +20,7 @@ extern "C" __global__ WORKGROUP(kWaves *kLanes, 4) void dq_convert(Params p) {
   Sequence s = sequence_of(p, at.batch);
   int row = first + M::column();
   if (row >= s.rows) return;
-  if (p.dsinks && !M::part()) {
-    float dot = ((const float *)p.dsinks)[state_offset(p, s, head) + row];
-    store_sink_gradient(p, s, head, row, dot);
-  }
+  if (p.dsinks && !M::part()) store_sink_share(p, s, head, row);
   const float *sums =
       (const float *)p.dq_accum + sum_tile(p, s, first, head) * (kSumRows * HEAD_DIM) + lane_index();
   unsigned short *dq = (unsigned short *)p.dq + s.row_batch * p.dq_batch + (s.row0 + row) * p.dq_row +

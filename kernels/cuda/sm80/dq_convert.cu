@@ -22,17 +22,15 @@ constexpr int kItems = BLOCK_Q / (8 * kHalves) * kColumns;  // of a tile
 // The sinks need the exact sum: the delta of the rounded O, summed over rows, is too far off. Ampere's kernel
 // leaves it. Hopper's leaves what is to be subtracted (../sm90/bwd_terms.h), for all rows together.
 DEVICE void finish_sinks(const Params &p, const Sequence &s, int head, int row) {
+  if (TRANSPOSED) {
+    store_sink_share(p, s, head, row);
+    return;
+  }
   long long at = state_offset(p, s, head) + row;
   float dlse = p.dlse ? ((const float *)p.dlse)[at] : 0.0f;
   float sink = exp2(((const float *)p.sinks)[head] * kLog2E + row_states(p).minus_lse[at]);
   float *dsinks = (float *)p.dsinks + at;
-  if (!TRANSPOSED) {
-    *dsinks = sink * (dlse - *dsinks);
-    return;
-  }
-  float share = sink * (dlse + row_states(p).minus_delta[at] * (1.0f - sink));
-  for (int i = row; i < sink_sum_count(p); i += s.rows) share -= sink_sums(p, s.batch, head)[i];
-  *dsinks = share;
+  *dsinks = sink * (dlse - *dsinks);
 }
 
 // Among four neighboring lanes: register j of lane i goes to register i of lane j.

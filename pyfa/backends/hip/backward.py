@@ -24,6 +24,9 @@ BIAS_GRAD = "hip/bias_grad.hip"
 BIAS_TILE = 64, 128  # rows and keys of its workgroups
 CONVERT_ROWS = 64  # rows of a workgroup of dq_convert.hip
 KEYS, ROWS = 0, 1
+# Score terms that, without others, have plans of the one-pass kernel of their own: their codes
+# (kernels/hip/bwd_terms.h).
+TERMS = {"sinks": 1, "alibi": 2, "softcap": 3}
 BANDS_AT_256 = (
     "float16 backward of attention_chunk, or of a window with a negative bound, together with "
     "score terms or dropout is not implemented above head_dim 192"
@@ -79,8 +82,10 @@ def plans_of(
     deterministic: bool,
     arch: str = EMULATED,
     mods: str = "",
+    terms: frozenset[str] = frozenset(),
 ) -> tuple[Plan, Plan, Plan]:
-    """Return the plans of row_sums and of the kernels that follow it.
+    """Return the plans of row_sums and of the kernels that follow it. ``terms``: the names of the
+    score terms.
 
     In one pass these are attn_bwd_onepass and dq_convert; in two passes attn_bwd twice, first
     owning keys, then owning rows.
@@ -92,12 +97,16 @@ def plans_of(
             _plan(backend, tiles, pair, dtype, owner, int(general), mods) for owner in (KEYS, ROWS)
         )
         return sums, keys, rows
+    (term,) = terms if len(terms) == 1 else ("",)
+    alone = TERMS[term] if pair in tiles.one_pass_terms.get(term, ()) else 0
+    general = general and not alone
     constants = {
         "DTYPE": dtype,
         "GENERAL": int(general),
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
         "TILES": tiles.one_pass[pair][general],
+        **({"TERM": alone} if alone else {}),
     }
     return (
         _of_rows(backend, "row_sums", dtype, pair[0]),
@@ -138,7 +147,10 @@ def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
         for dtype in calls.DTYPE_CODES.values()
         for general in (False, True)
         for deterministic in (False, True)
-        for plan in plans_of(backend, pair, dtype, general, deterministic, arch)
+        for terms in ((), *((term,) for term in TERMS if general))
+        for plan in plans_of(
+            backend, pair, dtype, general, deterministic, arch, terms=frozenset(terms)
+        )
     ]
     pairs, codes = tiles_of(arch).two_passes, calls.DTYPE_CODES.values()
     found += [bias_plan(backend, pair, dtype) for pair in pairs for dtype in codes]

@@ -130,17 +130,27 @@ def _backward(plan: Plan) -> Sample:
     all_owned = rows or keys
     one_pass = plan.kernel == backward.ONE_PASS
     owned, streamed = all_owned // backward.WAVES, backward.SUM_ROWS if one_pass else 32
-    general = bool(constants.get("GENERAL"))
+    alone = {code: name for name, code in backward.TERMS.items()}.get(constants.get("TERM", 0))
+    terms = {alone} if alone else set()
+    if constants.get("GENERAL"):
+        # In one pass, a softcap alone may have a plan of its own.
+        terms = {"softcap", "alibi"} if one_pass else {"softcap"}
 
     def run(launch: Launcher, length: int) -> None:
         call = _call(constants, *((length, keys) if keys else (rows, length)))
-        call = call._replace(softcap=30.0 if general else 0.0, deterministic=not one_pass)
+        of_heads = _zeros(call.q.shape[-2], dtype=torch.float32)
+        call = call._replace(
+            softcap=30.0 if "softcap" in terms else 0.0,
+            alibi_slopes=of_heads if "alibi" in terms else None,
+            sinks=of_heads if "sinks" in terms else None,
+            deterministic=not one_pass,
+        )
         _run_backward(launch, call)
 
     short, long = 8 * streamed, 16 * streamed
-    kind = ("one pass" if one_pass else "dK, dV" if keys else "dQ") + (
-        " softcap" if general else ""
-    )
+    kind = "one pass" if one_pass else "dK, dV" if keys else "dQ"
+    if terms:
+        kind += f" {' and '.join(sorted(terms, reverse=True))}{' alone' if alone else ''}"
     tiles = (long - short) // streamed * backward.WAVES
     return Sample(f"{_title(constants)} {kind}", run, short, long, owned, streamed, tiles)
 

@@ -102,10 +102,9 @@ def _backward_plans(
     terms: frozenset[str] = frozenset(),
     grid: BackwardGrid | None = None,
 ) -> tuple[Plan, Plan, Plan]:
-    """Return the plans of a backward. ``terms`` and ``grid`` are ignored: all score terms and sizes
-    use the same kernels."""
+    """Return the plans of a backward. ``grid`` is ignored: all sizes use the same kernels."""
     pair = calls.bucket_of(plans.tiles_of(arch).two_passes, *dims)
-    return backward.plans_of(backend, pair, dtype, general, deterministic, arch, mods)
+    return backward.plans_of(backend, pair, dtype, general, deterministic, arch, mods, terms)
 
 
 def _bias_grad_plan(backend: str, arch: str, dims: Pair, dtype: int, mods: str) -> Plan:

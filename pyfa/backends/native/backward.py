@@ -319,7 +319,8 @@ def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
 def _sink_sums(call: Call, chain: Sequence[Plan]) -> int:
     """Return the number of sums for the gradient of each sink that the kernel over keys leaves:
     one per 16 keys (``kernels/common/row_sums.h``)."""
-    return -(-call.max_seqlen_k // 128) * 8 if "TERMS" in values_of(chain[1]) else 0
+    leaves = "TERMS" in values_of(chain[1]) or name_of(chain[1]) == "attn_bwd_onepass"
+    return -(-call.max_seqlen_k // 128) * 8 if leaves else 0
 
 
 def _is_banded(call: Call) -> bool:

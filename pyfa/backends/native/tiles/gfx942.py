@@ -85,6 +85,7 @@ class Tiles(NamedTuple):
     latent_float8: Mapping[Pair, tuple[Decode, ...]]
     two_passes: Mapping[Pair, tuple[Owner, Owner, Owner, Owner]]
     one_pass: Mapping[Pair, tuple[int, int]]
+    one_pass_terms: Mapping[str, tuple[Pair, ...]]
 
 
 # LDS holds two tiles of K and two of V: 65,536 B at head_dim 128 and 256. At 256 the accumulators
@@ -185,5 +186,10 @@ TILES = Tiles(
         (128, 128): (3, 3),
         (192, 128): (2, 2),
         (192, 192): (2, 2),
+    },
+    one_pass_terms={
+        "sinks": ((64, 64), (128, 128), (192, 128)),
+        "alibi": ((64, 64), (128, 128)),
+        "softcap": ((64, 64), (128, 128)),
     },
 )
