@@ -20,8 +20,8 @@ class Forward(NamedTuple):
 
 
 class Small(NamedTuple):
-    """``tiles`` of workgroups of 4 wavefronts, of which a CU has ``on_unit`` at a time, and the most
-    keys of calls that use them.
+    """``tiles`` of workgroups of 4 wavefronts, and the most keys of calls that use them.
+    ``on_unit``: how many workgroups share a CU.
 
     ``window``: of a window. ``causal``: of a causal call with as many rows as keys. ``packed``: of
     such a batch on a large grid, if query heads share their keys in L2. ``uneven``: of sequences
