@@ -29,6 +29,7 @@ from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import backward as native_backward
 from pyfa.backends.native import forward as native_forward
 from pyfa.backends.native.plans import name_of
+from pyfa.backends.native.tiles import Pair
 from pyfa.cli.inspect_timing import WORDS
 from pyfa.device import by_name
 from pyfa.emulator.timing import constants, device, issue
@@ -96,14 +97,15 @@ def run_of(plan: Plan, call: Call) -> Callable[[Launcher], object]:
     return lambda launch: native_backward.bind(launch, given)(*given.tensors())
 
 
-def dense(dim: int, rows: int, keys: int, **more: Any) -> Call:
-    q, k, v = (torch.zeros(1, n, 1, dim, dtype=torch.bfloat16) for n in (rows, keys, keys))
+def dense(pair: Pair, rows: int, keys: int, **more: Any) -> Call:
+    sizes = (rows, pair[0]), (keys, pair[0]), (keys, pair[1])
+    q, k, v = (torch.zeros(1, n, 1, dim, dtype=torch.bfloat16) for n, dim in sizes)
     return Call(q, k, v, max_seqlen_q=rows, max_seqlen_k=keys, num_splits=1, **more)
 
 
-def packed(dim: int, lengths: Sequence[int]) -> Call:
-    total = sum(lengths)
-    q, k, v = (torch.zeros(total, 1, dim, dtype=torch.bfloat16) for _ in range(3))
+def packed(pair: Pair, lengths: Sequence[int]) -> Call:
+    total, dims = sum(lengths), (pair[0], *pair)
+    q, k, v = (torch.zeros(total, 1, dim, dtype=torch.bfloat16) for dim in dims)
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     return Call(
         q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=max(lengths),
@@ -111,7 +113,7 @@ def packed(dim: int, lengths: Sequence[int]) -> Call:
     )  # fmt: skip
 
 
-def kinds_of(plan: Plan, dim: int) -> list[Kind]:
+def kinds_of(plan: Plan, pair: Pair) -> list[Kind]:
     """What the kernel of ``plan`` costs, at both ends."""
     block, kernel = TARGET.block_of(plan), runtime_timing.kernel(plan)
     size = block.rows or block.keys
@@ -119,10 +121,10 @@ def kinds_of(plan: Plan, dim: int) -> list[Kind]:
     side = {"seqused_q": used} if block.rows else {"seqused_k": used}
     # Of two blocks the one beyond the sequence's length. The forward has a head's last block first.
     beyond = 0 if name_of(plan) == "attn_fwd" else 1
-    empty = traced(plan, run_of(plan, dense(dim, 2 * size, 2 * size, **side)), beyond)
+    empty = traced(plan, run_of(plan, dense(pair, 2 * size, 2 * size, **side)), beyond)
     # The first workgroup, which visits as many tiles of the first of 64 sequences as of one alone.
-    apart = traced(plan, run_of(plan, packed(dim, [2 * size] + [1] * 63)), 0)
-    alone = traced(plan, run_of(plan, dense(dim, 2 * size, 2 * size)), 0)
+    apart = traced(plan, run_of(plan, packed(pair, [2 * size] + [1] * 63)), 0)
+    alone = traced(plan, run_of(plan, dense(pair, 2 * size, 2 * size)), 0)
     kinds = []
     for number, end in enumerate(constants.ends()):
         clocks = {
@@ -254,7 +256,7 @@ def main() -> None:
         for plan in chain:
             key = dim, name_of(plan)
             if key not in kinds:
-                kinds[key] = kinds_of(plan, dim)
+                kinds[key] = kinds_of(plan, (dim, dim))
                 print(key, kinds[key], flush=True)
         for batch, lengths in BATCHES.items():
             for way, of_way in (("forward", chain[:1]), ("backward", chain[1:])):

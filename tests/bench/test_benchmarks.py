@@ -534,13 +534,14 @@ def test_kernels_of_cases_are_known_without_compiling_them(
 
 
 def test_the_quick_level_runs_both_kinds_of_mi300x_forwards(script: Any) -> None:
-    """Each 16-bit type and head_dim whose plain forwards have two: each has several cases, among
-    them a causal one, grouped heads, lengths on the device, and rows that fill no workgroup."""
+    """Each 16-bit type and head_dim up to 128 whose plain forwards have two: each has several
+    cases, among them a causal one, grouped heads, lengths on the device, and rows that fill no
+    workgroup. At head_dim 192 both kinds have a case with more rows than a workgroup."""
     kernel_cases = script("kernel_cases")
-    declared = frozenset({"causal", "window", "gqa", "varlen", "seqused", "sinks"})
+    declared = frozenset({"causal", "window", "gqa", "varlen", "seqused", "sinks", "dv"})
     found: dict[tuple[int, str, int], list[Case]] = {}
     for case in grid.cases("quick", declared, ("float16", "bfloat16")):
-        if not case.features <= declared or case.head_dim not in (64, 96, 128):
+        if not case.features <= declared or case.head_dim not in (64, 96, 128, 192):
             continue
         for kernel in kernel_cases.selected(case):
             constants = dict(kernel_cases.SHIPPED[kernel].constants)
@@ -557,3 +558,6 @@ def test_the_quick_level_runs_both_kinds_of_mi300x_forwards(script: Any) -> None
         if waves == 8:
             assert any(case.features >= {"varlen", "seqused", "causal"} for case in cases)
             assert any("causal" not in case.features for case in cases)
+    wide = {key for key, cases in found.items() for case in cases
+            if key[0] == 192 and max(case.lengths_q) > 32 * key[2]}  # fmt: skip
+    assert {waves for _, _, waves in wide} == {4, 8}

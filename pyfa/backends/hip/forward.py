@@ -84,19 +84,43 @@ def _chosen(problem: Problem, general: Forward, small: Small) -> Forward:
         return small.tiles
     if "window" in problem.features:
         return small.tiles if 0 < problem.window <= small.window else general
-    lines, units = problem.batch * problem.heads_q, device_of(problem).units
+    lines, device = problem.batch * problem.heads_q, device_of(problem)
     before, after = (-(-rows // (ROWS * tiles.waves)) * lines for tiles in (general, small.tiles))
-    parts = (splits.within_a_round(n, keys, units, 0, splits.FREE) for n in (before, after))
+    parts = (splits.within_a_round(n, keys, device.units, 0, splits.FREE) for n in (before, after))
     if len(set(parts)) > 1:  # the keys would be split less
         return general
     is_causal = "causal" in problem.features
-    if is_causal and problem.square and keys <= small.causal:
-        return small.tiles
+    if is_causal and problem.square:
+        is_large = before >= 2 * device.units
+        shares = "varlen" in problem.features and _heads_beside(problem, device.dies) > 1
+        if keys <= (small.packed if is_large and shares else small.causal):
+            return small.tiles
     if steps_of(problem.features) == 1:
         fits = not is_causal and keys <= small.uneven
     else:
-        fits = keys <= SMALL_KEYS and (after < 2 * before or after <= units)
+        fits = keys <= SMALL_KEYS and _is_faster(before, after, device.units, small.on_unit)
     return small.tiles if fits else general
+
+
+def _is_faster(before: int, after: int, units: int, on_unit: int) -> bool:
+    """Return whether ``after`` workgroups of 4 wavefronts end sooner than ``before`` of 8, if both
+    kinds visit as many keys."""
+    if after <= units:
+        return True
+    if on_unit > 1:
+        return after < 2 * before
+    # A workgroup with a CU of its own takes 0.6 of the time of one of 8 wavefronts, not a half.
+    rounds_before, rounds_after = -(-before // units), -(-after // units)
+    return 2 * after <= 3 * before and 2 * rounds_after <= 3 * rounds_before
+
+
+def _heads_beside(problem: Problem, dies: int) -> int:
+    """Return how many query heads of a KV head run side by side on an XCD in a packed batch
+    (``kernels/hip/packed.h``), so that they share K and V in L2."""
+    group, of_die = problem.heads_q // problem.heads_k, problem.heads_q // dies
+    if of_die == 0 or (of_die % group and group % of_die):
+        return 1
+    return min(group, of_die)
 
 
 def _general(tiles: Tiles, pair: Pair, dtype: int, score: int, paged: bool) -> Forward:

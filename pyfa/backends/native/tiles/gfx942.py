@@ -20,17 +20,20 @@ class Forward(NamedTuple):
 
 
 class Small(NamedTuple):
-    """``tiles`` of workgroups of 4 wavefronts, of which a CU has two at a time, and the most keys
-    of calls that use them.
+    """``tiles`` of workgroups of 4 wavefronts, and the most keys of calls that use them.
+    ``on_unit``: how many workgroups share a CU.
 
-    ``window``: of a window. ``causal``: of a causal call with as many rows as keys. ``uneven``: of
-    sequences whose lengths are on the device, without a mask.
+    ``window``: of a window. ``causal``: of a causal call with as many rows as keys. ``packed``: of
+    such a batch on a large grid, if query heads share their keys in L2. ``uneven``: of sequences
+    whose lengths are on the device, without a mask.
     """
 
     tiles: Forward
     window: int
-    causal: int
-    uneven: int
+    causal: int = 0
+    packed: int = 0
+    uneven: int = 0
+    on_unit: int = 2
 
 
 # How many products of 16 lines a wavefront of the latent kernel for many lines computes. The output
@@ -99,14 +102,17 @@ FORWARD = {
     (256, 256): Forward(32, 4),
 }
 # With these tiles, a workgroup takes at most half of the LDS and of the registers. At head_dim 192,
-# LDS has no room for two workgroups even with 32 keys per tile. The limits are those up to which,
-# by the timing model, calls that fill the device gain about 8 % or more
-# (benchmarks/mi300x_waves.py). They are compared with rounded numbers: a window of 1,024, 512 or
-# 768 keys and the row's own is within the limit.
+# LDS has no room for two workgroups even with 32 keys per tile: there a workgroup of 4 wavefronts
+# has the CU for itself, one wavefront per SIMD. The limits are those up to which, by the timing
+# model, calls that fill the device gain about 8 % or more, packed batches in most cases
+# (benchmarks/mi300x_waves.py). They are compared with rounded numbers: a window of 1,024, 512, 768
+# or 128 keys and the row's own is within the limit.
 FORWARD_SMALL = {
-    (64, 64): Small(Forward(64, 4), window=1152, causal=1024, uneven=512),
-    (96, 96): Small(Forward(32, 4), window=576, causal=512, uneven=256),
-    (128, 128): Small(Forward(32, 4), window=832, causal=1024, uneven=512),
+    (64, 64): Small(Forward(64, 4), window=1152, causal=1024, packed=2048, uneven=512),
+    (96, 96): Small(Forward(32, 4), window=576, causal=512, packed=1024, uneven=256),
+    (128, 128): Small(Forward(32, 4), window=832, causal=1024, packed=2048, uneven=512),
+    (192, 128): Small(Forward(32, 4), window=144, on_unit=1),
+    (192, 192): Small(Forward(32, 4), window=144, on_unit=1),
 }
 # Dense calls with at most so many keys also use these tiles if fewer rows are then left empty, or
 # if each workgroup has a CU of its own. With more keys, it might matter that K and V are read once
