@@ -22,6 +22,12 @@ _FLOAT8 = "float8_e4m3fnuz"
 _COMMON = ((64, 64), (128, 128))
 _OTHERS = ((96, 96), (192, 128), (192, 192), (256, 256))
 _PAGED = ((64, 64), (128, 128), (256, 256))
+# Score terms whose backward, without other terms, has a kernel of its own, by head dims.
+_ALONE: dict[tuple[int, int], tuple[Shape, ...]] = {
+    (64, 64): ({"sinks": True}, {"alibi": "batch"}, {"softcap": 20.0}),
+    (128, 128): ({"sinks": True}, {"alibi": "batch"}, {"softcap": 20.0}),
+    (192, 128): ({"sinks": True},),
+}
 
 # Keys of decode: a sequence for each way into and out of the unrolled loop over groups of 64 keys.
 # A wavefront has up to 4 groups in flight, and up to 8 of float8.
@@ -56,6 +62,8 @@ def full() -> Iterator[Case]:
             yield from _bias_gradients(shape)
             for deterministic in (False, True):
                 yield from _gradients(shape | {"deterministic": deterministic})
+        for term in _ALONE.get(pair, ()):
+            yield from _one_term(shape | term)
         if pair in _PAGED:
             yield from _pages(shape, "", "")
             yield from _pages(queries, "head", 64)
@@ -166,6 +174,14 @@ def _gradients(shape: Shape) -> Iterator[Case]:
     yield dense(200, 67, 1, bias="other", softcap=20.0, causal=True, **_MANY, **grad)
     yield dense(130, 400, 1, bias="bool", sinks=True, window=(40, 50), alibi="heads", **_GROUPS,
                 **fields)  # fmt: skip
+
+
+def _one_term(shape: Shape) -> Iterator[Case]:
+    fields: dict[str, Any] = {"backward": True, **shape}
+    yield packed(_LENGTHS, "varlen", causal=True, dlse="both", slack=3, **_MANY, **fields)
+    yield packed(((257, 20, 65), (300, 33, 97)), "varlen", used_q=True, used_k=True,
+                 window=(100, 20), **_GROUPS, **fields)  # fmt: skip
+    yield dense(33, 65, 1, **_THREES, **fields)
 
 
 def _bias_gradients(shape: Shape) -> Iterator[Case]:

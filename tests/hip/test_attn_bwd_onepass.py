@@ -79,6 +79,28 @@ CASES = {
     "float16 bias": Case(
         dtype="float16", lengths_q=(40,), lengths_k=(70,), bias="hidden", backward=True
     ),
+    "sinks": Case(
+        lengths_q=(70,), lengths_k=(150,), heads_q=4, sinks=True, dlse="both", backward=True
+    ),
+    "sinks, causal": Case(
+        lengths_q=(161,), lengths_k=(145,), causal=True, heads_q=6, heads_k=2, sinks=True,
+        backward=True,
+    ),
+    "alibi": Case(
+        lengths_q=(140,), lengths_k=(260,), window=(70, 20), alibi="batch", heads_q=4,
+        backward=True,
+    ),
+    "softcap": Case(
+        lengths_q=(140,), lengths_k=(260,), window=(70, 20), softcap=3.0, backward=True
+    ),
+    "sinks 128": Case(
+        dtype="float16", lengths_q=(40,), lengths_k=(200,), head_dim=128, head_dim_v=128,
+        sinks=True, dlse="both", backward=True,
+    ),
+    "varlen, sinks": Case(
+        kind="varlen", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), used_q=True, used_k=True,
+        slack=3, heads_q=6, heads_k=2, layout="strided", sinks=True, backward=True,
+    ),
     "dropout": Case(
         lengths_q=(66,), lengths_k=(130,), dropout_p=0.2, heads_q=4, sinks=True, recipe="offset",
         backward=True,
@@ -95,7 +117,9 @@ CASES = {
     ),
 }  # fmt: skip
 
-NIGHT = ("192 and 128", "192", "causal, float16", "varlen 96", "float16", "terms 128")
+NIGHT = (
+    "192 and 128", "192", "causal, float16", "varlen 96", "float16", "terms 128", "sinks 128",
+)  # fmt: skip
 
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {
@@ -193,12 +217,14 @@ FAULTS = {
 
 # The same with score terms, sinks and dropout.
 FAULTS |= {
-    "slope of softcap forgotten": ("terms", "* (s[n][r] * derivative[n][r])", "* s[n][r]"),
+    "slope of softcap forgotten": (
+        "terms", "x[r] = dp[n][r] * derivative[n][r]", "x[r] = dp[n][r]",
+    ),
     "softcap of an unscaled score": (
         "terms", "? p.scale / p.softcap : p.scale;", "? 1.0f / p.softcap : p.scale;",
     ),
     "ALiBi of another row": ("terms", "place + n * 16 - r - row", "place + n * 16 - row"),
-    "ALiBi of the first head": ("terms", "if (GENERAL) general.seek(c.sequence(), head);", ""),
+    "ALiBi of the first head": ("terms", "      general.seek(c.sequence(), head);\n", ""),
     "bias of a neighboring row": (
         "terms", "n * 16 * key_step + r * row_step", "n * 16 * key_step + (r ^ 1) * row_step",
     ),
@@ -215,7 +241,9 @@ FAULTS |= {
     "mask with score terms forgotten": (
         "window, terms", "if (v.cut >= 0) return;", "return;",
     ),
-    "delta with score terms forgotten": ("dropout", "(dp[n][r] + minus_delta[r])", "dp[n][r]"),
+    "delta with score terms forgotten": (
+        "dropout", "(dp[n][r] + minus_delta[r]) * s", "dp[n][r] * s",
+    ),
     "dropped P in dS": (
         "dropout", "where(kept[n], r, dp[n][r] * keep_scale)", "dp[n][r] * keep_scale",
     ),
@@ -232,12 +260,48 @@ FAULTS |= {
     "draws of the same head again": (
         "dropout", "M::column()), mine, head)", "M::column()), mine, 0)",
     ),
-    "sinks of half a row": ("terms", "x += turned<8>(x);", ""),
-    "sinks of a neighboring row": ("terms", "column % 4 == r", "column % 4 == (r ^ 1)"),
-    "sinks of the rows before": (
-        "terms", "m == kAtS + 1) general.add_dots", "m == kAtS + 3) general.add_dots",
+    "sinks of half of the lanes": (
+        "terms", "bit < kLanes; bit *= 2) all", "bit < 32; bit *= 2) all",
     ),
+    "sinks weighed by a neighboring row": (
+        "terms", "sinks.weight(again[r])", "sinks.weight(again[r ^ 1])",
+    ),
+    "sinks' sum of the steps before again": ("terms", "      sinks.sum = 0.0f;\n", ""),
     "columns of the step after": ("192", "(j - 4 + (late ? 2 : 0)) % 3", "(j - 4) % 3"),
+}  # fmt: skip
+
+# The same with one term alone.
+_SUM = "if (kSinksAlone) general.sinks.sum +="
+_FAR = "__builtin_fabsf(distance + (float)(n * 16 - r))"
+FAULTS |= {
+    "sinks of the last head alone": (
+        "sinks, causal", "if (kSinksAlone) general.sinks.add(", "if (0) general.sinks.add(",
+    ),
+    "sinks of the first step forgotten": ("sinks", _SUM, _SUM.replace("kSinksAlone", "0")),
+    "sinks of a head added to the next": ("sinks, causal", "    sum = 0.0f;\n", ""),
+    "the next head's sink": (
+        "sinks, causal", "    look_up(head);\n    sum", "    look_up(head ^ 1);\n    sum",
+    ),
+    "sinks weighed by the row before": (
+        "sinks", "sinks.weight(v.minus_lse[r])", "sinks.weight(v.minus_lse[r & 2])",
+    ),
+    "sinks of keys that are not there": (
+        "varlen, sinks", "|| first_key >= s.keys) return;", ") return;",
+    ),
+    "ALiBi alone: one side": ("alibi", _FAR, "(distance + (float)(n * 16 - r))"),
+    "ALiBi alone: of another row": ("alibi", _FAR, _FAR.replace(" - r", "")),
+    "ALiBi alone: of the step before": (
+        "alibi", "distance_of(walk.row)", "distance_of(walk.row - 16)",
+    ),
+    "ALiBi alone: first step": ("alibi", "general.distance_of(first)", "0.0f"),
+    "softcap alone: slope forgotten": ("softcap", "if (kSoftcapAlone) x *= v.steep[n][j];", ""),
+    "softcap alone: slope of the first step forgotten": (
+        "softcap", "scored.p[n][r] * slope;", "scored.p[n][r];",
+    ),
+    "softcap alone: half of it": ("softcap", "(x, -2.0f * general.cap_out", "(x, -general.cap_out"),
+    "softcap alone: LSE of another row": (
+        "softcap", "v.highest[r] = v.minus_lse[r]", "v.highest[r] = v.minus_lse[r ^ 1]",
+    ),
 }  # fmt: skip
 
 # Of the kernels around it.
@@ -247,7 +311,7 @@ OTHER_FAULTS = {
     "rows that are not there": ("dq_convert", "if (row >= s.rows) return;", ""),
     "sinks' sums left as they are": (
         "dq_convert",
-        "    store_sink_gradient(p, s, head, row, dot);\n",
+        "if (p.dsinks && !M::part()) store_sink_share(p, s, head, row);",
         "",
     ),
     "sums that do not begin with 0": ("row_sums", "sums[i] = Quad{0, 0, 0, 0};", ";"),
@@ -278,13 +342,15 @@ def test_fault_around_it_is_caught(fault, plant):
     turns.cases([(64, 64), (96, 96), (128, 128)], night=[(96, 96)]),
     ids=lambda pair: f"{pair[0]}",
 )
-@pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
-def test_resources(pair, general):
+@pytest.mark.parametrize(
+    "terms", [(), ("softcap", "bias"), *((term,) for term in backward.TERMS)], ids="-".join
+)
+def test_resources(pair, terms):
     """No spill, no scratch, LDS for a workgroup on a compute unit.
 
     ``code.build`` refuses spills and LDS beyond 64 KB of every plan that is compiled.
     """
-    plan = backward.plans_of("hip", pair, 1, general, False)[1]
+    plan = backward.plans_of("hip", pair, 1, bool(terms), False, terms=frozenset(terms))[1]
     kernel = codeobject.parse(code.load(plan, "gfx942").data).kernel("attn_bwd_onepass")
     assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
     assert kernel.vgprs <= 512
