@@ -161,9 +161,10 @@ def kvcache(
     the fields of ``Call``; the caller ensures the conditions that ``Call`` states for them."""
     _refuse_tracing()
     dims = (4 if cu_seqlens_q is None else 3, 4)
-    validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))
     # The values of a latent cache are a view of the keys.
-    caches = {"cache": k_cache} if latent else {"k_cache": k_cache, "v_cache": v_cache}
+    names = ("cache", "cache") if latent else ("k_cache", "v_cache")
+    validate.qkv(q, k_cache, v_cache, dims, names)
+    caches = dict(zip(names, (k_cache, v_cache), strict=True))
     needless = {"q": q, **caches, "k": k, "v": v}
     needless |= {"bias": shared.bias, "sinks": shared.sinks}
     needless |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
@@ -178,7 +179,9 @@ def kvcache(
             validate.wrong("max_seqlen_q", "None without cu_seqlens_q", max_seqlen_q)
         validate.rows("q", q)
         batch, longest_q = q.shape[:2]
-    validate_cache.where(q, k_cache, batch, cache_batch_idx, cache_leftpad, page_table)
+    validate_cache.where(
+        q, k_cache, batch, cache_batch_idx, cache_leftpad, page_table, ("q", names[0])
+    )
     used = validate_cache.lengths(cache_seqlens, batch, q)
     interleaved = validate.flag("rotary_interleaved", rotary_interleaved)
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
