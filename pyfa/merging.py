@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import _torch, device, dispatch, validate
+from . import _torch, device, dispatch, validate, validate_cache
 from .backends import BACKENDS
 from .backends.base import Merging, Run
 from .errors import CompileError
@@ -50,8 +50,9 @@ def merge(
     >>> shared = pyfa.attention(q, k_prefix, v_prefix, return_lse=True)
     >>> out = pyfa.merge(*zip(own, shared))
     """
-    parts, sums = list(outs), list(lses)
+    parts, sums = _listed("outs", outs), _listed("lses", lses)
     _check(parts, sums, out)
+    return_lse = validate.flag("return_lse", return_lse)
     dtype = parts[0].dtype
     for part in parts[1:]:
         dtype = torch.promote_types(dtype, part.dtype)
@@ -146,6 +147,14 @@ def merged(outs: Sequence[torch.Tensor], lses: torch.Tensor) -> tuple[torch.Tens
     return out, (top + total.log()).masked_fill(unseen, -torch.inf)
 
 
+def _listed(name: str, tensors: Any) -> list[torch.Tensor]:
+    try:
+        return list(tensors)
+    except TypeError:  # also a tensor without dimensions
+        got = type(tensors).__name__
+        raise TypeError(f"{name}: expected a list of tensors, or one tensor; got {got}") from None
+
+
 def _check(outs: list[torch.Tensor], lses: list[torch.Tensor], out: torch.Tensor | None) -> None:
     if not outs or len(outs) != len(lses):
         raise ValueError(
@@ -177,7 +186,8 @@ def _check(outs: list[torch.Tensor], lses: list[torch.Tensor], out: torch.Tensor
     if out is not None:
         if tuple(out.shape) != shape:
             validate.wrong("out", f"shape {shape}, as outs[0]", out)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)):
+        validate_cache.writable("out", out)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses, out)):
             raise ValueError(
                 "out: no gradient flows through a given out; omit it, or use torch.no_grad()"
             )

@@ -249,6 +249,8 @@ def kvcache(
 
 def appended(call: Call, append: Append) -> Call:
     """Return ``call`` with rotated queries and an extended cache, by PyTorch operators."""
+    if call.batch == 0:  # packed rows, if there are any, belong to no sequence
+        return counted(call, append)
     q, k, v = call.q, append.k, append.v
     begin, where = call.seqused_k, (call.page_table, call.cache_batch_idx)
     rows = None
