@@ -39,7 +39,7 @@ def check_written(
     ``start`` on."""
     if _is_readable(page_table):
         size = cache.shape[1]
-        first = torch.arange(page_table.shape[1]) * size
+        first = torch.arange(page_table.shape[1], device=page_table.device) * size
         start = start[:, None]
         written = (first + size > start) & (first < start + new)
         check_numbers(page_table, written, cache.shape[0])
