@@ -88,7 +88,7 @@ def attention_latent(
     if isinstance(q, (tuple, list)):
         q = _joined(q, v_dim)
     _check(cache, v_dim)
-    _check_rows("q", q, q.shape[-1] if isinstance(q, torch.Tensor) else 0, cache)
+    _check_rows("q", q, cache)
     whole = None
     if descale is not None:
         whole = _scales_of(descale)
@@ -142,10 +142,10 @@ def append_latent(
     if isinstance(new, (tuple, list)):
         latent, rope = _pair("new", new)
         v_dim = latent.shape[-1]
+        _check_rows("new", latent, cache, rope.shape[-1])
     else:
-        validate.a_tensor("new", new)
+        _check_rows("new", new, cache)
         latent, rope = new[..., :v_dim], new[..., v_dim:]
-    _check_rows("new", latent, latent.shape[-1] + rope.shape[-1], cache)
     if latent.shape[2] != 1:
         validate.wrong("new", "one head, as in the cache", f"{latent.shape[2]} heads")
     for x in (latent, rope):
@@ -184,7 +184,7 @@ def _pair(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if len(value) != 2:
         validate.wrong(name, "a tensor or a pair of them", f"{len(value)} tensors")
     for part in value:
-        validate.a_tensor(name, part)
+        _check_layout(name, part)
     first, second = value
     if first.shape[:-1] != second.shape[:-1] or first.dtype != second.dtype:
         expected = f"shape {(*first.shape[:-1], 'rope')} and {first.dtype}"
@@ -199,12 +199,17 @@ def _joined(q: Any, v_dim: Any) -> torch.Tensor:
     return torch.cat((nope, rope), -1)
 
 
-def _check_rows(name: str, x: torch.Tensor, dim: int, cache: torch.Tensor) -> None:
-    """Check that ``x`` and its counterpart have ``dim`` elements together and the cache's
-    layout."""
+def _check_layout(name: str, x: torch.Tensor) -> None:
     validate.a_tensor(name, x)
     if x.dim() != 4:
         validate.wrong(name, "4 dimensions (batch, seqlen, heads, head_dim)", x)
+
+
+def _check_rows(name: str, x: torch.Tensor, cache: torch.Tensor, of_rope: int = 0) -> None:
+    """Check that ``x`` has the cache's layout and, together with a rope of ``of_rope`` elements,
+    its head_dim."""
+    _check_layout(name, x)
+    dim = x.shape[-1] + of_rope
     if dim != cache.shape[-1]:
         validate.wrong(name, f"the cache's head_dim {cache.shape[-1]}", f"{dim} elements")
 

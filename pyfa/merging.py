@@ -148,6 +148,8 @@ def merged(outs: Sequence[torch.Tensor], lses: torch.Tensor) -> tuple[torch.Tens
 
 
 def _listed(name: str, tensors: Any) -> list[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        validate.a_tensor(name, tensors)
     try:
         return list(tensors)
     except TypeError:  # also a tensor without dimensions

@@ -32,6 +32,16 @@ def check_numbers(numbers: torch.Tensor, used: torch.Tensor, num_pages: int) -> 
             wrong("page_table", f"pages from 0 to {num_pages - 1}", int(outside[0]))
 
 
+def check_index(name: str, index: torch.Tensor, of: torch.Tensor) -> None:
+    """Check an int32 ``index`` (batch,) of rows of ``of``, as far as the CPU can read it."""
+    a_tensor(name, index)
+    integers(name, index, (index.numel(),), of)
+    if _is_readable(index) and index.numel():
+        least, most = int(index.min()), int(index.max())
+        if least < 0 or most >= of.shape[0]:
+            wrong(name, f"values from 0 to {of.shape[0] - 1}", least if least < 0 else most)
+
+
 def check_written(
     page_table: torch.Tensor, start: torch.Tensor, new: int, cache: torch.Tensor
 ) -> None:

@@ -68,6 +68,10 @@ class TestArguments:
         refused(r"^q\[0\] \(nope\): expected v_dim = 512", (q[..., :500], q[..., 500:]), cache)
         refused(r"^q\[1\] \(rope\)", (q[..., :512], q[:1, ..., 512:]), cache)
         refused("^q: expected a tensor or a pair", (q, q, q), cache)
+        scalar = torch.tensor(1.0)
+        refused("^q: expected 4 dimensions", (scalar, scalar), cache)
+        refused("^q: expected 4 dimensions", scalar, cache)
+        refused("^q: expected a dense tensor", torch.nested.nested_tensor([q[0]]), cache)
 
     def test_lists(self) -> None:
         q, cache = tensors()
@@ -260,6 +264,13 @@ class TestAppendRefuses:
             )  # fmt: skip
             pyfa.append_latent(cache, new[:, :1], used, v_dim=16, page_table=table)  # not in use
             cache.zero_()
+
+    def test_shapes(self) -> None:
+        cache, scalar = torch.zeros(2, 9, 1, 24), torch.tensor(1.0)
+        for new in (scalar, (scalar, scalar)):
+            self.refused("^new: expected 4 dimensions", cache, new)
+        flat = torch.ones(2, 1, 24)
+        self.refused(r"^new: expected 4 dimensions .*; got shape \(2, 1, 24\)", cache, flat)
 
     def test_the_batch_is_that_of_new(self) -> None:
         self.refused("^cache: expected new's batch size 3", torch.zeros(2, 9, 1, 24),

@@ -150,6 +150,7 @@ def test_compiled_without_a_break() -> None:
         (lambda o, s: ([x.to("meta") for x in o], s), ValueError, r"lses\[0\]: expected device"),
         (lambda o, s: (3, s), TypeError, "^outs: expected a list of tensors"),
         (lambda o, s: (o, s[0][0, 0, 0]), TypeError, "^lses: expected a list of tensors"),
+        (lambda o, s: (torch.nested.nested_tensor(o), s), ValueError, "^outs: expected a dense"),
         (lambda o, s: (o, s, None, 2), TypeError, "^return_lse: expected True or False; got 2"),
         (
             lambda o, s: (o, s, torch.empty(5, 4, 8).expand(2, 5, 4, 8)),
