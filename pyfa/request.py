@@ -444,8 +444,11 @@ def _autocast(
     # torch knows no autocast for meta tensors, and says so by an error.
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        if q.is_floating_point() and q.itemsize > 1:
-            q = q.to(dtype)
-            if k.itemsize > 1:  # float8 keys have scales
-                k, v = k.to(dtype), v.to(dtype)
+        q, k, v = (x.to(dtype) if _is_cast(x) else x for x in (q, k, v))
     return q, k, v
+
+
+def _is_cast(x: Any) -> bool:
+    """Return whether autocast casts ``x``: not float64, as in PyTorch, and not float8, which has
+    scales. The checks refuse what is no tensor."""
+    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.itemsize in (2, 4)

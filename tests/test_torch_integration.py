@@ -286,6 +286,26 @@ def test_autocast():
     assert pyfa.attention(q, k, v).dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"k": None}, TypeError, "k: expected a tensor; got NoneType"),
+        ({"v": 1}, TypeError, "v: expected a tensor; got int"),
+        ({"k": torch.int32, "v": torch.int32}, ValueError, "k: expected q's dtype"),
+        (dict.fromkeys("qkv", torch.float64), ValueError, "q: expected float16, bfloat16"),
+    ],
+)
+def test_autocast_casts_what_pytorch_casts(change, error, message):
+    given = dict(zip("qkv", tensors(grad=False), strict=True))
+    for name, x in change.items():
+        given[name] = given[name].to(x) if isinstance(x, torch.dtype) else x
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(error, match=f"^{message}"),
+    ):
+        pyfa.attention(**given)
+
+
 def test_seeds():
     q, k, v = tensors(grad=False)
 
