@@ -90,7 +90,8 @@ def _kernel(
     given = [*outs, *lses, *([out] if isinstance(out, torch.Tensor) else ())]
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return None
-    if not all(_torch.is_plain(x) for x in given) or _torch.in_transform():
+    # What is bound is found by shapes, strides and dtypes, which say nothing of the negative bit.
+    if not all(_torch.is_plain(x) and not x.is_neg() for x in given) or _torch.in_transform():
         return None
     wanted = dispatch.preference(None)
     kept = [(x.shape, x.stride(), x.dtype) for x in given]

@@ -106,9 +106,11 @@ def cached(name: str, x: torch.Tensor, dtype: torch.dtype, device: torch.device)
 
 def writable(name: str, cache: torch.Tensor) -> None:
     """Raise ``ValueError`` if ``cache`` cannot be appended to, before a row is written."""
-    compiling = torch.compiler.is_compiling()  # which cannot trace this question
+    compiling = torch.compiler.is_compiling()  # which cannot trace these questions
     if not compiling and cache.is_inference() and not torch.is_inference_mode_enabled():
         wrong(name, "a tensor that can be changed here, not one created in inference_mode", cache)
+    if not compiling and cache.is_neg():
+        wrong(name, "a tensor without the negative bit", cache)
     if any(size > 1 and not step for size, step in zip(cache.shape, cache.stride(), strict=True)):
         wrong(name, "elements that do not share memory", f"strides {cache.stride()}")
 

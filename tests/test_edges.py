@@ -79,6 +79,16 @@ def test_packed_rows_of_no_sequence():
         assert torch.equal(out, torch.zeros(2, 4, 8))
 
 
+def test_a_cache_with_the_negative_bit():
+    """PyTorch cannot hand it to an operator that writes to it."""
+    q, new = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8)
+    cache, negative = torch.zeros(1, 4, 2, 8), torch._neg_view(torch.zeros(1, 4, 2, 8))
+    for name, caches in (("k_cache", (negative, cache)), ("v_cache", (cache, negative))):
+        with pytest.raises(ValueError, match=f"^{name}: expected a tensor without the negative"):
+            pyfa.attention_kvcache(q, *caches, k=new, v=new, cache_seqlens=1)
+        pyfa.attention_kvcache(q, *caches, cache_seqlens=1)
+
+
 @pytest.mark.parametrize("where", ["meta", "fake"])
 def test_lengths_without_values(where):
     """On the meta device and in FakeTensorMode there are shapes alone."""

@@ -164,6 +164,20 @@ def test_parts_that_do_not_fit(change, error: type[Exception], message: str) -> 
         pyfa.merge(*change(*parts_of(2, 5, 4, 8)))
 
 
+def test_the_negative_bit() -> None:
+    """A kernel goes by the address. What it is bound by says nothing of the bit."""
+    outs, lses = ([x.detach() for x in part] for part in parts_of(2, 5, 4, 8, count=2))
+    outs = [x.half() for x in outs]
+    negative = torch._neg_view(outs[0])
+    with pyfa.use_backend("emulator"):
+        pyfa.merge(outs, lses)  # bound
+        out = pyfa.merge([negative, outs[1]], lses)
+        want = pyfa.merge([-outs[0], outs[1]], lses)
+    torch.testing.assert_close(out, want)
+    with pytest.raises(ValueError, match=r"^out: expected a tensor without the negative bit"):
+        pyfa.merge(outs, lses, negative)
+
+
 def test_an_out_that_requires_a_gradient() -> None:
     outs, lses = ([x.detach() for x in part] for part in parts_of(2, 5, 4, 8))
     out = torch.empty(2, 5, 4, 8, requires_grad=True)
