@@ -8,12 +8,13 @@ public functions cost 2 to 20 times as much on the host of an H200 (``torch.cuda
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
+F = TypeVar("F", bound=Callable[..., Any])
 _C: Any = torch._C
 _guards: Any = getattr(getattr(_C, "_dynamo", None), "guards", None)
 
@@ -59,6 +60,15 @@ TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 has_storage: Callable[[torch.Tensor], bool] = getattr(_C, "_has_storage", lambda x: True)
 """Return whether a tensor has memory. Under vmap a tensor represents many and has none."""
+
+
+_FakeTensor: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """Return whether a tensor has values: not on the meta device, nor in PyTorch's
+    ``FakeTensorMode``."""
+    return not x.is_meta and not isinstance(x, _FakeTensor)
 
 
 class StorageRef:
@@ -148,6 +158,16 @@ def is_unwatched(*tensors: torch.Tensor) -> bool:
         and not _autocasts()
         and not any(x.is_neg() for x in tensors)
     )
+
+
+def runs_while_compiling(function: F) -> F:
+    """Let torch.compile call ``function`` while it compiles and take its result as a constant.
+
+    This is ``torch.compiler.assume_constant_result``, which imports torch.compile for it (1 to 4
+    s).
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def hand_to_backward(name: str, value: object) -> None:

@@ -468,10 +468,16 @@ def explain(
         build = requests.varlen
     elif any(name.startswith("cache_") or name in ("page_table", "latent") for name in same):
         build = requests.kvcache
-    own = list(inspect.signature(build).parameters)[4:]  # behind q, k, v and what all share
+    # Behind q, k, v and what all share.
+    own = dict(list(inspect.signature(build).parameters.items())[4:])
     allowed = (*Shared._fields, *own)
     unknown = {name: value for name, value in same.items() if name not in allowed}
     validate.refuse_unknown("explain", unknown, allowed)
+    for name, parameter in own.items():
+        if parameter.default is inspect.Parameter.empty and name not in same:
+            raise TypeError(f"{name}: expected it with max_seqlen_k, as in attention_varlen")
+    if "latent" in same:
+        same["latent"] = validate.flag("latent", same["latent"])
     shared = Shared(**{name: same.pop(name) for name in Shared._fields if name in same})
     request = build(q, k, v, shared, **same)
     return dispatch.explain(

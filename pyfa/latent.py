@@ -7,7 +7,6 @@ Sources: DeepSeek-AI 2024, "DeepSeek-V2"; sparse attention by ``indices``, DeepS
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +88,7 @@ def attention_latent(
     if isinstance(q, (tuple, list)):
         q = _joined(q, v_dim)
     _check(cache, v_dim)
-    _check_rows("q", q, q.shape[-1] if isinstance(q, torch.Tensor) else 0, cache)
+    _check_rows("q", q, cache)
     whole = None
     if descale is not None:
         whole = _scales_of(descale)
@@ -120,7 +119,7 @@ def attention_latent(
         )  # fmt: skip
         request = _request(asked, values, shared, num_splits, indices is not None)
         result = first(key, tensors, request)
-    return result if indices is None else _by_sequence(result, q.shape[0], return_lse)
+    return result if indices is None else _by_sequence(result, q.shape[0], q.shape[1], return_lse)
 
 
 def append_latent(
@@ -135,29 +134,33 @@ def append_latent(
 
     ``new`` is (B, tokens, 1, D), or a tuple (latent (B, tokens, 1, v_dim), rope (B, tokens, 1, D −
     v_dim)). ``cache`` and ``page_table`` are as in ``attention_latent``. ``cache_seqlens`` is the
-    number of keys before the append; pass the number after it to ``attention_latent``. Tokens
-    beyond the end of the cache raise ``ValueError`` on a CPU; on a GPU they are dropped.
+    number of keys before the append; pass the number after it to ``attention_latent``. There is no
+    gradient: an input that requires one raises ``ValueError``. So do, on a CPU, tokens beyond the
+    end of the cache and pages outside of it; on a GPU, tokens beyond the end are dropped.
     """
     _check(cache, v_dim)
     if isinstance(new, (tuple, list)):
         latent, rope = _pair("new", new)
         v_dim = latent.shape[-1]
+        _check_rows("new", latent, cache, rope.shape[-1])
     else:
-        validate.a_tensor("new", new)
+        _check_rows("new", new, cache)
         latent, rope = new[..., :v_dim], new[..., v_dim:]
-    _check_rows("new", latent, latent.shape[-1] + rope.shape[-1], cache)
     if latent.shape[2] != 1:
         validate.wrong("new", "one head, as in the cache", f"{latent.shape[2]} heads")
     for x in (latent, rope):
         validate_cache.cached("new", x, cache.dtype, cache.device)
+        validate.no_gradient({"new": x, "cache": cache}, "append_latent has none")
     validate_cache.writable("cache", cache)
     batch = latent.shape[0]
-    validate_cache.where(latent, cache, batch, None, None, page_table)
+    validate_cache.where(latent, cache, batch, None, None, page_table, ("new", "cache"))
     used = validate_cache.lengths(cache_seqlens, batch, cache)
     capacity = cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     validate_cache.check_room(used, latent.shape[1], capacity)
     if used is None:
         validate.wrong("cache_seqlens", "where to append the new tokens", None)
+    if page_table is not None:
+        validate_cache.check_written(page_table, used, latent.shape[1], cache)
     if rope.shape[-1] == 0:
         # The operator writes two tensors: the halves of one are as good as a latent and a rope.
         half = v_dim // 2
@@ -181,7 +184,7 @@ def _pair(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if len(value) != 2:
         validate.wrong(name, "a tensor or a pair of them", f"{len(value)} tensors")
     for part in value:
-        validate.a_tensor(name, part)
+        _check_layout(name, part)
     first, second = value
     if first.shape[:-1] != second.shape[:-1] or first.dtype != second.dtype:
         expected = f"shape {(*first.shape[:-1], 'rope')} and {first.dtype}"
@@ -196,12 +199,17 @@ def _joined(q: Any, v_dim: Any) -> torch.Tensor:
     return torch.cat((nope, rope), -1)
 
 
-def _check_rows(name: str, x: torch.Tensor, dim: int, cache: torch.Tensor) -> None:
-    """Check that ``x`` and its counterpart have ``dim`` elements together and the cache's
-    layout."""
+def _check_layout(name: str, x: torch.Tensor) -> None:
     validate.a_tensor(name, x)
     if x.dim() != 4:
         validate.wrong(name, "4 dimensions (batch, seqlen, heads, head_dim)", x)
+
+
+def _check_rows(name: str, x: torch.Tensor, cache: torch.Tensor, of_rope: int = 0) -> None:
+    """Check that ``x`` has the cache's layout and, together with a rope of ``of_rope`` elements,
+    its head_dim."""
+    _check_layout(name, x)
+    dim = x.shape[-1] + of_rope
     if dim != cache.shape[-1]:
         validate.wrong(name, f"the cache's head_dim {cache.shape[-1]}", f"{dim} elements")
 
@@ -238,11 +246,10 @@ def _request(
     )  # fmt: skip
 
 
-def _by_sequence(result: Result, batch: int, return_lse: bool) -> Result:
+def _by_sequence(result: Result, batch: int, rows: int, return_lse: bool) -> Result:
     """Reshape the requested results of rows that were sequences: (B · Sq, 1, H, Dv) and (B · Sq, H,
     1)."""
     out, lse = result if isinstance(result, tuple) else (result, None)
-    rows = out.shape[0] // batch if batch else 0
     out = out.view(batch, rows, *out.shape[2:])
     if lse is None:
         return out
@@ -273,7 +280,7 @@ def _of_lists(
         validate.a_tensor("topk_lengths", topk_lengths)
         per_row = topk_lengths.dim() == 2
         validate.integers("topk_lengths", topk_lengths, (batch, rows)[: 1 + per_row], q)
-    validate_cache.where(q, cache, batch, None, None, page_table)
+    validate_cache.where(q, cache, batch, None, None, page_table, ("q", "cache"))
     causal = validate.flag("causal", causal)
     used = validate_cache.lengths(cache_seqlens, batch, q)
     capacity = cache.shape[1] * (1 if page_table is None else page_table.shape[1])
@@ -288,6 +295,7 @@ def _of_lists(
         table = page_table if page_table.shape[1] else page_table.new_zeros(batch, 1)
         pages = (keys // cache.shape[1]).clamp(max=columns - 1)
         store = table.long().gather(1, pages.flatten(1)).view_as(pages)
+        validate_cache.check_numbers(store, seen, cache.shape[0])
         keys = keys % cache.shape[1]
     flat, step_store, step_key = _rows_of(cache)
     places = (store * step_store + keys * step_key).int()
@@ -336,12 +344,19 @@ def _rows_of(cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     stores, keys, _, dim = cache.shape
     if cache.numel() == 0:
         return cache.new_empty(0, 1, 1, dim), 0, 0
-    unit = math.gcd(store if stores > 1 else 0, key if keys > 1 else 0) or dim
+    unit = _gcd(store if stores > 1 else 0, key if keys > 1 else 0) or dim
     steps = (store // unit if stores > 1 else 0), (key // unit if keys > 1 else 0)
     count = (stores - 1) * steps[0] + (keys - 1) * steps[1] + 1
     validate_cache.capacity(count)
     flat = cache.as_strided((count, 1, 1, dim), (unit, unit, unit, element))
     return flat, *steps
+
+
+def _gcd(a: int, b: int) -> int:
+    """Implement ``math.gcd``, which torch.compile cannot trace for symbolic strides."""
+    while b:
+        a, b = b, a % b
+    return a
 
 
 def _for_rows(scale: Any, batch: int, rows: int) -> object:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import _torch, device, dispatch, validate
+from . import _torch, device, dispatch, validate, validate_cache
 from .backends import BACKENDS
 from .backends.base import Merging, Run
 from .errors import CompileError
@@ -50,8 +50,9 @@ def merge(
     >>> shared = pyfa.attention(q, k_prefix, v_prefix, return_lse=True)
     >>> out = pyfa.merge(*zip(own, shared))
     """
-    parts, sums = list(outs), list(lses)
+    parts, sums = _listed("outs", outs), _listed("lses", lses)
     _check(parts, sums, out)
+    return_lse = validate.flag("return_lse", return_lse)
     dtype = parts[0].dtype
     for part in parts[1:]:
         dtype = torch.promote_types(dtype, part.dtype)
@@ -89,7 +90,8 @@ def _kernel(
     given = [*outs, *lses, *([out] if isinstance(out, torch.Tensor) else ())]
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return None
-    if not all(_torch.is_plain(x) for x in given) or _torch.in_transform():
+    # What is bound is found by shapes, strides and dtypes, which say nothing of the negative bit.
+    if not all(_torch.is_plain(x) and not x.is_neg() for x in given) or _torch.in_transform():
         return None
     wanted = dispatch.preference(None)
     kept = [(x.shape, x.stride(), x.dtype) for x in given]
@@ -146,6 +148,16 @@ def merged(outs: Sequence[torch.Tensor], lses: torch.Tensor) -> tuple[torch.Tens
     return out, (top + total.log()).masked_fill(unseen, -torch.inf)
 
 
+def _listed(name: str, tensors: Any) -> list[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        validate.a_tensor(name, tensors)
+    try:
+        return list(tensors)
+    except TypeError:  # also a tensor without dimensions
+        got = type(tensors).__name__
+        raise TypeError(f"{name}: expected a list of tensors, or one tensor; got {got}") from None
+
+
 def _check(outs: list[torch.Tensor], lses: list[torch.Tensor], out: torch.Tensor | None) -> None:
     if not outs or len(outs) != len(lses):
         raise ValueError(
@@ -177,7 +189,8 @@ def _check(outs: list[torch.Tensor], lses: list[torch.Tensor], out: torch.Tensor
     if out is not None:
         if tuple(out.shape) != shape:
             validate.wrong("out", f"shape {shape}, as outs[0]", out)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)):
+        validate_cache.writable("out", out)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses, out)):
             raise ValueError(
                 "out: no gradient flows through a given out; omit it, or use torch.no_grad()"
             )

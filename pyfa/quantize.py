@@ -124,7 +124,7 @@ def quantize(
     Source: Shah et al. 2024, arXiv:2407.08608, §3.3; Chee et al. 2023 (QuIP).
     """
     _check(q, k, v, block, per_tensor, hadamard, seed)
-    dtype = dtype or native_dtype(k.device)
+    dtype = native_dtype(k.device) if dtype is None else dtype
     if dtype not in FLOAT8:
         validate.wrong("dtype", "float8_e4m3fn or float8_e4m3fnuz", dtype)
     signs = _signs(k.shape[-1], seed, k.device) if hadamard else None
@@ -159,6 +159,8 @@ def _check(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x is not None and x.itemsize == 1:
             validate.wrong(name, "float16, bfloat16 or float32", x)
+    per_tensor = validate.flag("per_tensor", per_tensor)
+    hadamard = validate.flag("hadamard", hadamard)
     if block is not None:
         whole = isinstance(block, int) and not isinstance(block, bool)
         if not whole or block < _LEAST_BLOCK or block & (block - 1):
@@ -175,9 +177,17 @@ def _check(
             "an int with hadamard and no q, because later queries need the same rotation",
             seed,
         )
+    if seed is not None:
+        _as_int(seed)
     dim = k.shape[-1]
     if dim & -dim < _LEAST_MIXED:
         validate.wrong("hadamard", f"a head_dim that is a multiple of {_LEAST_MIXED}", dim)
+
+
+def _as_int(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise TypeError(f"seed: expected an int; got {type(seed).__name__}")
+    return int(seed)
 
 
 @functools.lru_cache(256)
@@ -190,7 +200,7 @@ def _drawn(dim: int, seed: int, device: torch.device) -> torch.Tensor:
 def _signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
     if seed is None:
         return torch.randint(0, 2, (dim,), device=device, dtype=torch.float32) * 2.0 - 1.0
-    return _drawn(dim, seed, device)
+    return _drawn(dim, _as_int(seed), device)
 
 
 def rotate(x: torch.Tensor, seed: int) -> torch.Tensor:
@@ -201,6 +211,9 @@ def rotate(x: torch.Tensor, seed: int) -> torch.Tensor:
     ``ValueError`` if head_dim is not a multiple of 8.
     """
     validate.a_tensor("x", x)
+    if not x.dim() or not x.is_floating_point():
+        validate.wrong("x", "floating point (…, head_dim)", x)
+    seed = _as_int(seed)
     dim = x.shape[-1]
     if dim & -dim < _LEAST_MIXED:
         validate.wrong("x", f"a head_dim that is a multiple of {_LEAST_MIXED}", x)
@@ -260,7 +273,8 @@ def _in_pytorch(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Ten
     """Quantize one tensor for ``_by_pytorch``, rotated if there are signs."""
     heads, block, per_tensor, signs, dtype = how
     y = x.float() if signs is None else _rotated(x, signs)
-    rows, size = y.shape[1], block or max(1, y.shape[1])
+    rows = y.shape[1]
+    size = min(block or rows, rows) or 1
     y = y.unflatten(2, (heads, -1))
     y = torch.nn.functional.pad(y, (0, 0, 0, 0, 0, 0, 0, -rows % size)).unflatten(1, (-1, size))
     most = _largest(y.abs(), (2, 4, 5)).transpose(1, 2)  # (B, Hk, blocks)

@@ -161,9 +161,10 @@ def kvcache(
     the fields of ``Call``; the caller ensures the conditions that ``Call`` states for them."""
     _refuse_tracing()
     dims = (4 if cu_seqlens_q is None else 3, 4)
-    validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))
     # The values of a latent cache are a view of the keys.
-    caches = {"cache": k_cache} if latent else {"k_cache": k_cache, "v_cache": v_cache}
+    names = ("cache", "cache") if latent else ("k_cache", "v_cache")
+    validate.qkv(q, k_cache, v_cache, dims, names)
+    caches = dict(zip(names, (k_cache, v_cache), strict=True))
     needless = {"q": q, **caches, "k": k, "v": v}
     needless |= {"bias": shared.bias, "sinks": shared.sinks}
     needless |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
@@ -178,7 +179,9 @@ def kvcache(
             validate.wrong("max_seqlen_q", "None without cu_seqlens_q", max_seqlen_q)
         validate.rows("q", q)
         batch, longest_q = q.shape[:2]
-    validate_cache.where(q, k_cache, batch, cache_batch_idx, cache_leftpad, page_table)
+    validate_cache.where(
+        q, k_cache, batch, cache_batch_idx, cache_leftpad, page_table, ("q", names[0])
+    )
     used = validate_cache.lengths(cache_seqlens, batch, q)
     interleaved = validate.flag("rotary_interleaved", rotary_interleaved)
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
@@ -246,6 +249,8 @@ def kvcache(
 
 def appended(call: Call, append: Append) -> Call:
     """Return ``call`` with rotated queries and an extended cache, by PyTorch operators."""
+    if call.batch == 0:  # packed rows, if there are any, belong to no sequence
+        return counted(call, append)
     q, k, v = call.q, append.k, append.v
     begin, where = call.seqused_k, (call.page_table, call.cache_batch_idx)
     rows = None
@@ -383,7 +388,7 @@ def _request(
         or v.requires_grad
         or bias_grad
         or (sinks is not None and sinks.requires_grad)
-        or bool(digest and mods.of(digest).wanted)
+        or mods.has_wanted(digest)
     )
     slots: list[Any] = [*captured, *(None,) * (mods.MOST_CAPTURED - len(captured))]
     call = Call(
@@ -439,8 +444,11 @@ def _autocast(
     # torch knows no autocast for meta tensors, and says so by an error.
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        if q.is_floating_point() and q.itemsize > 1:
-            q = q.to(dtype)
-            if k.itemsize > 1:  # float8 keys have scales
-                k, v = k.to(dtype), v.to(dtype)
+        q, k, v = (x.to(dtype) if _is_cast(x) else x for x in (q, k, v))
     return q, k, v
+
+
+def _is_cast(x: Any) -> bool:
+    """Return whether autocast casts ``x``: not float64, as in PyTorch, and not float8, which has
+    scales. The checks refuse what is no tensor."""
+    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.itemsize in (2, 4)

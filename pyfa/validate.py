@@ -262,6 +262,8 @@ def number(name: str, value: Any) -> float:
     """Return ``value`` as a float that float32 can represent."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__}")
+    if isinstance(value, np.floating):  # float16 would be compared in float16
+        value = float(value)
     # torch.compile cannot trace math.isfinite for a symbolic number.
     if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
         wrong(name, "a finite number of float32", value)

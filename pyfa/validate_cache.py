@@ -7,34 +7,76 @@ import torch
 from .validate import UNLIMITED, a_tensor, integers, length, wrong
 
 
-def pages(page_table: torch.Tensor, batch: int, k: torch.Tensor) -> None:
-    """Check ``page_table``: int32 (batch, pages) for k (num_pages, page_size, heads, head_dim)."""
+def pages(page_table: torch.Tensor, batch: int, k: torch.Tensor, name: str = "k") -> None:
+    """Check ``page_table``: int32 (batch, pages) for k (num_pages, page_size, heads, head_dim).
+    ``name``: what error messages call k."""
     a_tensor("page_table", page_table)
     if page_table.dim() != 2:
         wrong("page_table", "2 dimensions (batch, pages)", page_table)
     integers("page_table", page_table, (batch, page_table.shape[1]), k)
     if k.shape[1] == 0:
-        wrong("k", "pages of one key or more", k)
+        wrong(name, "pages of one key or more", k)
+
+
+def _is_readable(x: torch.Tensor) -> bool:
+    """Return whether the CPU can read the values of ``x`` now."""
+    return x.is_cpu and not torch.compiler.is_compiling() and type(x) is torch.Tensor
+
+
+def check_numbers(numbers: torch.Tensor, used: torch.Tensor, num_pages: int) -> None:
+    """Raise ``ValueError`` if the CPU can read page numbers and a ``used`` one is outside the
+    cache."""
+    if _is_readable(numbers):
+        outside = numbers[used & ((numbers < 0) | (numbers >= num_pages))]
+        if outside.numel():
+            wrong("page_table", f"pages from 0 to {num_pages - 1}", int(outside[0]))
+
+
+def check_index(name: str, index: torch.Tensor, of: torch.Tensor) -> None:
+    """Check an int32 ``index`` (batch,) of rows of ``of``, as far as the CPU can read it."""
+    a_tensor(name, index)
+    integers(name, index, (index.numel(),), of)
+    if _is_readable(index) and index.numel():
+        least, most = int(index.min()), int(index.max())
+        if least < 0 or most >= of.shape[0]:
+            wrong(name, f"values from 0 to {of.shape[0] - 1}", least if least < 0 else most)
+
+
+def check_written(
+    page_table: torch.Tensor, start: torch.Tensor, new: int, cache: torch.Tensor
+) -> None:
+    """Call ``check_numbers`` for the pages to which ``new`` rows of each sequence are written, from
+    ``start`` on."""
+    if _is_readable(page_table):
+        size = cache.shape[1]
+        first = torch.arange(page_table.shape[1], device=page_table.device) * size
+        start = start[:, None]
+        written = (first + size > start) & (first < start + new)
+        check_numbers(page_table, written, cache.shape[0])
 
 
 def where(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
+    cache: torch.Tensor,
     batch: int,
     cache_batch_idx: torch.Tensor | None,
     cache_leftpad: torch.Tensor | None,
     page_table: torch.Tensor | None,
+    names: tuple[str, str] = ("q", "k_cache"),
 ) -> None:
-    """Check the arguments that say where each of ``batch`` sequences is stored in the cache."""
+    """Check the arguments that say where each of ``batch`` sequences is stored in the cache.
+    ``names``: what error messages call q and the cache."""
+    of_q, name = names
     if page_table is not None:
-        pages(page_table, batch, k_cache)
+        pages(page_table, batch, cache, name)
         if cache_batch_idx is not None:
             wrong("cache_batch_idx", "None with page_table, whose rows name the pages", "a tensor")
-    elif cache_batch_idx is None and k_cache.shape[0] != batch:
-        wrong("k_cache", f"q's batch size {batch} (or cache_batch_idx)", k_cache)
-    for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+    elif cache_batch_idx is None and cache.shape[0] != batch:
+        or_index = " (or cache_batch_idx)" if name == "k_cache" else ""
+        wrong(name, f"{of_q}'s batch size {batch}{or_index}", cache)
+    for index_name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if x is not None:
-            integers(name, x, (batch,), q)
+            integers(index_name, x, (batch,), q)
 
 
 def capacity(keys: int) -> None:
@@ -64,9 +106,11 @@ def cached(name: str, x: torch.Tensor, dtype: torch.dtype, device: torch.device)
 
 def writable(name: str, cache: torch.Tensor) -> None:
     """Raise ``ValueError`` if ``cache`` cannot be appended to, before a row is written."""
-    compiling = torch.compiler.is_compiling()  # which cannot trace this question
+    compiling = torch.compiler.is_compiling()  # which cannot trace these questions
     if not compiling and cache.is_inference() and not torch.is_inference_mode_enabled():
         wrong(name, "a tensor that can be changed here, not one created in inference_mode", cache)
+    if not compiling and cache.is_neg():
+        wrong(name, "a tensor without the negative bit", cache)
     if any(size > 1 and not step for size, step in zip(cache.shape, cache.stride(), strict=True)):
         wrong(name, "elements that do not share memory", f"strides {cache.stride()}")
 
@@ -120,9 +164,7 @@ def tree(mask: torch.Tensor, q: torch.Tensor, batch: int, rows: int) -> torch.Te
 
 def check_room(used: torch.Tensor | None, new: int | torch.Tensor, capacity: int) -> None:
     """Call ``room`` if the CPU can read the lengths."""
-    if used is None or used.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    if type(used) is torch.Tensor:
+    if used is not None and _is_readable(used):
         room(used, new, capacity)
 
 
@@ -168,7 +210,7 @@ def rotary(
 
 def check_positions(start: torch.Tensor, rows: int | torch.Tensor, cos: torch.Tensor) -> None:
     """Call ``positions`` if the CPU can read ``start``."""
-    if start.is_cpu and not torch.compiler.is_compiling() and type(start) is torch.Tensor:
+    if _is_readable(start):
         positions(start, rows, cos)
 
 

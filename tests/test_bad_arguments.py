@@ -150,6 +150,19 @@ def test_more_rows_than_kernels_count(index: int) -> None:
             pyfa.explain(*args, device="MI300X", cache_seqlens=5)
 
 
+@pytest.mark.filterwarnings("error")
+def test_numpy_floats_are_floats() -> None:
+    """NumPy compares a float16 with the limits of float32 in float16, where they are inf."""
+    q = torch.randn(1, 3, 2, 8)
+    for kind in (np.float16, np.float32, np.float64):
+        assert torch.equal(
+            pyfa.attention(q, q, q, scale=kind(0.5)), pyfa.attention(q, q, q, scale=0.5)
+        )
+        for name in ("scale", "softcap"):
+            with pytest.raises(ValueError, match=f"^{name}: expected a finite number"):
+                pyfa.attention(q, q, q, **{name: kind("inf")})
+
+
 def test_numpy_integers_are_integers() -> None:
     x = torch.randn(9, 2, 8)
     offsets = torch.tensor([0, 4, 9], dtype=torch.int32)

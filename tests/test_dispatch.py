@@ -163,6 +163,13 @@ class TestExplain:
                               v=cache[:, :1])  # fmt: skip
         assert "seqused" in cached.problem.features
 
+    def test_what_a_layout_lacks(self):
+        q = torch.empty(9, 2, 8, device="meta")
+        with pytest.raises(TypeError, match=r"^cu_seqlens_q: expected it with max_seqlen_k"):
+            pyfa.explain(q, q, q, max_seqlen_k=9)
+        with pytest.raises(TypeError, match=r"^latent: expected True or False; got str"):
+            pyfa.explain(q, q, q, latent="yes")
+
     def test_nothing_is_written(self):
         k, new = torch.zeros(1, 4, 1, 8), torch.ones(1, 1, 1, 8)
         pyfa.explain(new, k, k, k=new, v=new, cache_seqlens=1)

@@ -1,5 +1,6 @@
 """Problems that once went wrong, or could: each with the right answer or a clear error."""
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -7,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import pyfa
 from pyfa import conformance, dispatch, reference, request
@@ -63,6 +65,52 @@ def test_lengths_beyond_the_page_table():
     with pytest.raises(ValueError, match="pages of one key or more"):
         pyfa.attention_varlen(q, pages[:, :0], pages[:, :0], ints(0, 3), None, 3, 5,
                               seqused_k=ints(0), page_table=table)  # fmt: skip
+
+
+def test_packed_rows_of_no_sequence():
+    """Rotary and append have positions of each row, also of those that belong to no sequence."""
+    cache, q, new = torch.randn(0, 8, 2, 8), torch.randn(2, 4, 8), torch.randn(3, 2, 8)
+    angles, none = torch.rand(8, 4), ints(0)
+    packed = {"cu_seqlens_q": none, "max_seqlen_q": 0, "cache_seqlens": ints()}
+    appended = {"k": new, "v": new, "cu_seqlens_new": none}
+    rotary = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    for more in (appended, rotary, {**appended, **rotary}):
+        out = pyfa.attention_kvcache(q, cache, cache.clone(), **packed, **more)
+        assert torch.equal(out, torch.zeros(2, 4, 8))
+
+
+def test_a_cache_with_the_negative_bit():
+    """PyTorch cannot hand it to an operator that writes to it."""
+    q, new = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8)
+    cache, negative = torch.zeros(1, 4, 2, 8), torch._neg_view(torch.zeros(1, 4, 2, 8))
+    for name, caches in (("k_cache", (negative, cache)), ("v_cache", (cache, negative))):
+        with pytest.raises(ValueError, match=f"^{name}: expected a tensor without the negative"):
+            pyfa.attention_kvcache(q, *caches, k=new, v=new, cache_seqlens=1)
+        pyfa.attention_kvcache(q, *caches, cache_seqlens=1)
+
+
+@pytest.mark.parametrize("where", ["meta", "fake"])
+def test_lengths_without_values(where):
+    """On the meta device and in FakeTensorMode there are shapes alone."""
+    device = "meta" if where == "meta" else "cpu"
+    mode = FakeTensorMode() if where == "fake" else contextlib.nullcontext()
+    with mode, torch.device(device):
+        q, cache, used = torch.randn(2, 3, 4, 8), torch.randn(2, 9, 2, 8), ints(3, 4)
+        rotary = {"rotary_cos": torch.rand(9, 4), "rotary_sin": torch.rand(9, 4)}
+        out, lse = pyfa.attention_kvcache(
+            q, cache, cache.clone(), k=cache[:, :3], v=cache[:, :3], cache_seqlens=used,
+            cache_leftpad=ints(0, 1), causal=True, return_lse=True, **rotary,
+        )  # fmt: skip
+        assert out.shape == q.shape
+        assert lse.shape == (2, 4, 3)
+        table = torch.zeros(2, 3, dtype=torch.int32)
+        assert (
+            pyfa.attention_kvcache(q, cache, cache, page_table=table, cache_seqlens=3).device
+            == q.device
+        )
+        x = torch.randn(7, 4, 8, requires_grad=True)
+        out = pyfa.attention_varlen(x, x, x, ints(0, 3, 7), ints(0, 3, 7), 4, 4, causal=True)
+        assert torch.autograd.grad(out.sum(), x)[0].shape == x.shape
 
 
 class TestNothingIsWrittenByACallThatFails:

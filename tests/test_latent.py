@@ -56,7 +56,10 @@ class TestArguments:
         refused("^v_dim: expected an int", q, cache, TypeError, v_dim=512.0)
         wide = torch.zeros(2, 3, 1, 584)
         refused("^cache: expected a head_dim from 1 to 576", torch.zeros(2, 1, 4, 584), wide)
-        refused("^k_cache: expected q's batch size 2", q, cache[:1])
+        refused("^cache: expected q's batch size 2; got", q, cache[:1])
+        refused("^cache: expected q's dtype torch.float32", q, cache.half())
+        table = torch.zeros(2, 1, dtype=torch.int32)
+        refused("^cache: expected pages of one key or more", q, cache[:, :0], page_table=table)
 
     def test_a_pair_of_queries(self) -> None:
         q, cache = tensors()
@@ -65,6 +68,10 @@ class TestArguments:
         refused(r"^q\[0\] \(nope\): expected v_dim = 512", (q[..., :500], q[..., 500:]), cache)
         refused(r"^q\[1\] \(rope\)", (q[..., :512], q[:1, ..., 512:]), cache)
         refused("^q: expected a tensor or a pair", (q, q, q), cache)
+        scalar = torch.tensor(1.0)
+        refused("^q: expected 4 dimensions", (scalar, scalar), cache)
+        refused("^q: expected 4 dimensions", scalar, cache)
+        refused("^q: expected a dense tensor", torch.nested.nested_tensor([q[0]]), cache)
 
     def test_lists(self) -> None:
         q, cache = tensors()
@@ -222,6 +229,87 @@ class TestBackends:
         answer = pyfa.explain(q, cache, cache[..., :512], latent=True, device="MI300X")
         assert answer.chosen == "triton"
         assert "multiples of 16 bytes" in str(answer)
+
+
+class TestAppendRefuses:
+    """What ``append_latent`` refuses before it writes anything."""
+
+    def refused(
+        self, match: str, cache: torch.Tensor, new: Any, used: Any = 3, **more: Any
+    ) -> None:
+        before = cache.detach().clone()
+        with pytest.raises(ValueError, match=match):
+            pyfa.append_latent(cache, new, used, v_dim=16, **more)
+        assert torch.equal(cache, before)
+
+    def test_a_gradient(self) -> None:
+        """There is none: without this error the cache would become part of a graph."""
+        cache, new = torch.zeros(2, 9, 1, 24), torch.ones(2, 1, 1, 24, requires_grad=True)
+        self.refused("^new: expected no requires_grad", cache, new)
+        pair = new[..., :16].detach(), new[..., 16:]
+        self.refused("^new: expected no requires_grad", cache, pair)
+        self.refused("^cache: expected no requires_grad", cache.requires_grad_(), new.detach())
+        with torch.no_grad():
+            pyfa.append_latent(cache, new, 3, v_dim=16)
+        assert (cache[:, 3] == 1).all()
+
+    def test_pages_outside_of_the_cache(self) -> None:
+        cache, new = torch.zeros(5, 4, 1, 24), torch.ones(2, 2, 1, 24)
+        used = torch.tensor([3, 3], dtype=torch.int32)
+        for page in (7, -3):
+            table = torch.tensor([[1, 0, 2], [4, page, 3]], dtype=torch.int32)
+            self.refused(
+                f"^page_table: expected pages from 0 to 4; got {page}",
+                cache, new, used, page_table=table,
+            )  # fmt: skip
+            pyfa.append_latent(cache, new[:, :1], used, v_dim=16, page_table=table)  # not in use
+            cache.zero_()
+
+    def test_shapes(self) -> None:
+        cache, scalar = torch.zeros(2, 9, 1, 24), torch.tensor(1.0)
+        for new in (scalar, (scalar, scalar)):
+            self.refused("^new: expected 4 dimensions", cache, new)
+        flat = torch.ones(2, 1, 24)
+        self.refused(r"^new: expected 4 dimensions .*; got shape \(2, 1, 24\)", cache, flat)
+
+    def test_the_batch_is_that_of_new(self) -> None:
+        self.refused("^cache: expected new's batch size 3", torch.zeros(2, 9, 1, 24),
+                     torch.ones(3, 1, 1, 24))  # fmt: skip
+
+
+def test_listed_pages_outside_of_the_cache() -> None:
+    q, cache = torch.randn(1, 2, 4, 24), torch.randn(5, 4, 1, 24)
+    lists = torch.tensor([[[0, 1, -1], [5, 30, 2]]], dtype=torch.int32)
+    options = {"v_dim": 16, "scale": 1.0, "indices": lists}
+    table = torch.tensor([[1, 3, -9]], dtype=torch.int32)  # no listed key lies in the last page
+    pyfa.attention_latent(q, cache, page_table=table, **options)
+    table[0, 1] = 5
+    # Where pages alternate, the key 0 of a page too many would be the key 1 of the first.
+    woven = torch.randn(4, 5, 1, 24).transpose(0, 1)
+    for each in (cache, woven):
+        with pytest.raises(ValueError, match=r"^page_table: expected pages from 0 to 4; got 5"):
+            pyfa.attention_latent(q, each, page_table=table, **options)
+
+
+def test_lists_of_no_sequence() -> None:
+    q, cache = torch.randn(0, 3, 4, 24), torch.randn(0, 9, 1, 24)
+    lists = torch.zeros(0, 3, 5, dtype=torch.int32)
+    out, lse = pyfa.attention_latent(q, cache, v_dim=16, scale=1.0, indices=lists, return_lse=True)
+    assert out.shape == (0, 3, 4, 16)
+    assert lse.shape == (0, 4, 3)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_lists_compile_without_a_break(dynamic: bool) -> None:
+    torch.compiler.reset()
+    q, cache = torch.randn(2, 3, 4, 24), torch.randn(2, 9, 2, 30)[:, 1:, :1, 3:27]
+    lists = torch.randint(-1, 9, (2, 3, 5), dtype=torch.int32)
+
+    def sparse(*args: Any) -> Any:
+        return pyfa.attention_latent(*args[:2], indices=args[2], v_dim=16, scale=1.0, causal=True)
+
+    compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    assert torch.equal(compiled(q, cache, lists), sparse(q, cache, lists))
 
 
 def test_pages_of_one_key_are_a_view() -> None:

@@ -148,8 +148,42 @@ def test_compiled_without_a_break() -> None:
         (lambda o, s: (o, s, o[0][:1]), ValueError, "out: expected shape"),
         (lambda o, s: (o, s, torch.empty(2, 5, 4, 8)), ValueError, "out: no gradient flows"),
         (lambda o, s: ([x.to("meta") for x in o], s), ValueError, r"lses\[0\]: expected device"),
+        (lambda o, s: (3, s), TypeError, "^outs: expected a list of tensors"),
+        (lambda o, s: (o, s[0][0, 0, 0]), TypeError, "^lses: expected a list of tensors"),
+        (lambda o, s: (torch.nested.nested_tensor(o), s), ValueError, "^outs: expected a dense"),
+        (lambda o, s: (o, s, None, 2), TypeError, "^return_lse: expected True or False; got 2"),
+        (
+            lambda o, s: (o, s, torch.empty(5, 4, 8).expand(2, 5, 4, 8)),
+            ValueError,
+            "^out: expected elements that do not share memory",
+        ),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit(change, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         pyfa.merge(*change(*parts_of(2, 5, 4, 8)))
+
+
+def test_the_negative_bit() -> None:
+    """A kernel goes by the address. What it is bound by says nothing of the bit."""
+    outs, lses = ([x.detach() for x in part] for part in parts_of(2, 5, 4, 8, count=2))
+    outs = [x.half() for x in outs]
+    negative = torch._neg_view(outs[0])
+    with pyfa.use_backend("emulator"):
+        pyfa.merge(outs, lses)  # bound
+        out = pyfa.merge([negative, outs[1]], lses)
+        want = pyfa.merge([-outs[0], outs[1]], lses)
+    torch.testing.assert_close(out, want)
+    with pytest.raises(ValueError, match=r"^out: expected a tensor without the negative bit"):
+        pyfa.merge(outs, lses, negative)
+
+
+def test_an_out_that_requires_a_gradient() -> None:
+    outs, lses = ([x.detach() for x in part] for part in parts_of(2, 5, 4, 8))
+    out = torch.empty(2, 5, 4, 8, requires_grad=True)
+    for given in (out, out * 1):
+        with pytest.raises(ValueError, match=r"^out: no gradient flows"):
+            pyfa.merge(outs, lses, given)
+    with torch.no_grad():
+        pyfa.merge(outs, lses, out)
+    assert torch.equal(out, pyfa.merge(outs, lses))

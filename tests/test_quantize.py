@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import turns
@@ -193,12 +194,39 @@ def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:
         pyfa.quantize(*inputs(), **options)
 
 
+@pytest.mark.parametrize("name", ["per_tensor", "hadamard"])
+def test_flags_are_true_or_false(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: expected True or False; got str"):
+        pyfa.quantize(*inputs(), **{name: "no"})
+
+
+@pytest.mark.parametrize("seed", ["x", True, 1.5, [1], torch.tensor(1)])
+def test_a_seed_is_an_int(seed: Any) -> None:
+    q, k, v = inputs()
+    message = f"^seed: expected an int; got {type(seed).__name__}"
+    with pytest.raises(TypeError, match=message):
+        pyfa.quantize(q, k, v, hadamard=True, seed=seed)
+    with pytest.raises(TypeError, match=message):
+        rotate(q, seed)
+    assert torch.equal(rotate(q, np.int64(3)), rotate(q, 3))
+
+
+def test_a_block_larger_than_all_rows() -> None:
+    """It is not padded to its size."""
+    large, small = (pyfa.quantize(*inputs(), block=block) for block in (2**40, 128))
+    for x, y in zip((*large[:3], *large.descale), (*small[:3], *small.descale), strict=True):
+        assert torch.equal(x.float(), y.float())
+
+
 def test_wrong_tensors_are_refused() -> None:
     q, k, v = inputs(dim=20)
     with pytest.raises(ValueError, match=r"^hadamard: expected a head_dim that is a multiple of 8"):
         pyfa.quantize(q, k, v, hadamard=True)
     with pytest.raises(ValueError, match=r"^x: expected a head_dim that is a multiple of 8"):
         rotate(q, 0)
+    for x in (torch.tensor(1.0), torch.ones(3, 8, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"^x: expected floating point \(…, head_dim\)"):
+            rotate(x, 0)
     q, k, v = inputs()
     with pytest.raises(ValueError, match=r"^seed: expected an int with hadamard and no q"):
         pyfa.quantize(None, k, v, hadamard=True)

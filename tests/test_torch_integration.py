@@ -97,6 +97,85 @@ def test_compile_fullgraph(function, dynamic):
         assert torch.equal(x, y)
 
 
+class TestCompiledMods:
+    """torch.compile follows no trace of a mod: it takes the trace from eager code, also that of a
+    mod that no eager call has had, and finds the tensors of the mod itself."""
+
+    def compiled(self, function, **more):
+        torch.compiler.reset()
+        return torch.compile(function, fullgraph=True, backend="aot_eager", **more)
+
+    @pytest.mark.parametrize("dynamic", [None, False, True])
+    def test_without_a_break(self, dynamic):
+        def graded(table, number):
+            return lambda score, b, h, i, j: score * number + table[h, (i - j) % 9]
+
+        first, second = (graded(torch.randn(6, 9), 1.0 + torch.rand(()).item()) for _ in range(2))
+        lengths = torch.tensor([50, 30])
+        seen = pyfa.masks.all_of(pyfa.masks.causal(), pyfa.masks.padding(lengths))
+
+        def both(q, k, v):
+            out = pyfa.attention(q, k, v, score_mod=first, mask_mod=seen)
+            return out + pyfa.attention(q, k, v, score_mod=second)
+
+        inputs = tensors()
+        compiled = self.compiled(both, dynamic=dynamic)
+        traced = [compiled(*inputs)]
+        traced += torch.autograd.grad(traced[0].sum(), inputs)
+        eager = [both(*inputs)]
+        eager += torch.autograd.grad(eager[0].sum(), inputs)
+        for x, y in zip(eager, traced, strict=True):
+            assert torch.equal(x, y)
+
+    @pytest.mark.parametrize("dynamic", [None, True])
+    def test_what_changes_between_calls(self, dynamic):
+        number, table = 2.0, torch.randn(61)
+        factor = 3
+
+        def mod(score, b, h, i, j):
+            return score * number + table[j] * factor + table.shape[0]
+
+        def attend_to(q, k, v):
+            return pyfa.attention(q, k, v, score_mod=mod)
+
+        inputs = tensors(grad=False)
+        compiled = self.compiled(attend_to, dynamic=dynamic)
+        for change in ((2.0, 3, 61), (2.5, 3, 61), (-0.0, 5, 70), (0.5, 7, 80)):
+            number, factor, size = change
+            table = torch.randn(size)
+            assert torch.equal(compiled(*inputs), attend_to(*inputs))
+            table.mul_(2)
+            assert torch.equal(compiled(*inputs), attend_to(*inputs))
+
+    def test_a_captured_parameter_gets_its_gradient(self):
+        table = torch.nn.Parameter(torch.randn(6, 61))
+
+        def mod(score, b, h, i, j):
+            return score + table[h, j] * 0.25
+
+        def with_mod(q, k, v):
+            return pyfa.attention(q, k, v, score_mod=mod).square().sum()
+
+        inputs = tensors()
+        (traced,) = torch.autograd.grad(self.compiled(with_mod)(*inputs), table)
+        (eager,) = torch.autograd.grad(with_mod(*inputs), table)
+        assert torch.equal(traced, eager)
+
+    def test_a_mod_made_inside_is_a_break(self):
+        """torch.compile cannot hand it to eager code."""
+
+        def attend_inside(q, k, v):
+            table = v[0, :, 0, 0] * 2
+            return pyfa.attention(
+                q, k, v, score_mod=lambda s, b, h, i, j: s + table[j], mask_mod=pyfa.masks.causal()
+            )
+
+        inputs = tensors(grad=False)
+        torch.compiler.reset()
+        compiled = torch.compile(attend_inside, backend="aot_eager")
+        assert torch.equal(compiled(*inputs), attend_inside(*inputs))
+
+
 def test_compile_sees_a_change_of_context():
     torch.compiler.reset()
     inputs = tensors(grad=False)
@@ -205,6 +284,26 @@ def test_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert pyfa.attention(q, k, v).dtype == torch.bfloat16
     assert pyfa.attention(q, k, v).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"k": None}, TypeError, "k: expected a tensor; got NoneType"),
+        ({"v": 1}, TypeError, "v: expected a tensor; got int"),
+        ({"k": torch.int32, "v": torch.int32}, ValueError, "k: expected q's dtype"),
+        (dict.fromkeys("qkv", torch.float64), ValueError, "q: expected float16, bfloat16"),
+    ],
+)
+def test_autocast_casts_what_pytorch_casts(change, error, message):
+    given = dict(zip("qkv", tensors(grad=False), strict=True))
+    for name, x in change.items():
+        given[name] = given[name].to(x) if isinstance(x, torch.dtype) else x
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(error, match=f"^{message}"),
+    ):
+        pyfa.attention(**given)
 
 
 def test_seeds():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from .. import validate
@@ -16,15 +18,23 @@ def window(window_size: Window) -> tuple[int, int] | None:
     window, even an unlimited one, changes the positions that rotary embedding gives to queries."""
     if type(window_size) is tuple and window_size == (-1, -1):
         return None  # at once, for it is the default
-    if len(window_size) != 2:
-        validate.wrong("window_size", "(left, right)", window_size)
-    left, right = (max(-1, int(edge)) for edge in window_size)
+    try:
+        left, right = (max(-1, operator.index(edge)) for edge in window_size)
+    except (TypeError, ValueError):
+        validate.wrong("window_size", "two integers (left, right)", window_size)
     return None if left == right == -1 else (left, right)
 
 
 def length(value: int | torch.Tensor) -> int:
     """Return a maximum length as an int. Callers may pass an int or a tensor."""
     return int(value) if isinstance(value, torch.Tensor) else value
+
+
+def natural(name: str, value: int) -> int:
+    """Return an int, and 0 for negative ones."""
+    if not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: expected an int; got {type(value).__name__}")
+    return max(value, 0)
 
 
 def unpacked(name: str, x: torch.Tensor, parts: int, dims: int) -> tuple[torch.Tensor, ...]:

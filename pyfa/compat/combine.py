@@ -39,6 +39,8 @@ def combine(
     dtype = out_partial.dtype if out_dtype is None else out_dtype
     if dtype not in _DTYPES:
         validate.wrong("out_dtype", "float32, float16 or bfloat16", dtype)
+    if out is not None:
+        validate.a_tensor("out", out)
     if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype):
         validate.wrong("out", f"shape {tuple(out_partial.shape[1:])} and {dtype}", out)
     total, lse = merged(list(out_partial), lse_partial)

@@ -294,8 +294,11 @@ def attend(
     ``compat.hub``; flash-attention 2 has no sinks."""
     # Everything goes by name, since a repeated call would take long to fill a dict and unpack it.
     edges = window(window_size)
-    # Drawn here, because S_dmask needs the same bits.
-    seed = validate.seed(None, q.device) if dropout_p > 0.0 else None
+    seed = None
+    if validate.number("dropout_p", dropout_p) > 0.0:
+        # Drawn here, because S_dmask needs the same bits.
+        validate.a_tensor("q", q)
+        seed = validate.seed(None, q.device)
     if packed is None:
         result = api.attention(
             q, k, v, causal=causal, window=edges, scale=softmax_scale, softcap=softcap,
@@ -343,13 +346,18 @@ def _check_capacity(
     cache_seqlens: int | torch.Tensor,
     block_table: torch.Tensor,
 ) -> None:
-    validate.a_tensor("block_table", block_table)
+    new = () if k is None else (("k", k, 4),)
+    for name, x, dims in (("block_table", block_table, 2), ("k_cache", k_cache, 4), *new):
+        validate.a_tensor(name, x)
+        if x.dim() != dims:
+            return  # attention_kvcache refuses it
     if isinstance(cache_seqlens, torch.Tensor):
-        if torch.compiler.is_compiling() or not cache_seqlens.numel():
+        if torch.compiler.is_compiling() or not cache_seqlens.numel() or cache_seqlens.is_meta:
             return
         if cache_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         cache_seqlens = int(cache_seqlens.max())
+    cache_seqlens = validate.length("cache_seqlens", cache_seqlens)
     capacity = block_table.shape[-1] * k_cache.shape[1]
     keys = cache_seqlens + (0 if k is None else k.shape[1])
     if keys > capacity:

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
-from .. import api, request, validate
+from .. import api, request, validate, validate_cache
 from . import query_values
-from .arguments import Window, length, unpacked, window
+from .arguments import Window, length, natural, unpacked, window
 from .combine import combine
 from .errors import ArgumentError, in_words_of
 
@@ -94,7 +94,7 @@ def flash_attn_func(
         return query_values.attended(request.dense(*parts, request.Shared(**shared)))
     return _attend(
         api.attention, q, k, v, deterministic=deterministic, return_lse=return_attn_probs,
-        num_splits=max(num_splits, 0), **shared,
+        num_splits=natural("num_splits", num_splits), **shared,
     )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def flash_attn_varlen_func(
     return _attend(
         api.attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q),
         length(max_seqlen_k), seqused_q=seqused_q, seqused_k=seqused_k, deterministic=deterministic,
-        return_lse=return_attn_probs, num_splits=max(num_splits, 0), **shared,
+        return_lse=return_attn_probs, num_splits=natural("num_splits", num_splits), **shared,
     )  # fmt: skip
 
 
@@ -254,6 +254,8 @@ def flash_attn_with_kvcache(
         attention_chunk, softcap,
     )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
+        validate.a_tensor("page_table", page_table)
+        validate_cache.check_index("cache_batch_idx", cache_batch_idx, page_table)
         page_table, cache_batch_idx = page_table[cache_batch_idx.long()], None
     where: dict[str, Any] = {
         "cache_seqlens": cache_seqlens,
@@ -268,7 +270,7 @@ def flash_attn_with_kvcache(
         "rotary_sin": rotary_sin,
         "rotary_seqlens": None if rotary_cos is None else rotary_seqlens,
         "rotary_interleaved": rotary_interleaved,
-        "num_splits": max(num_splits, 0),
+        "num_splits": natural("num_splits", num_splits),
     }  # fmt: skip
     with torch.no_grad():
         if qv is not None:
@@ -387,7 +389,7 @@ def _shared(
         "causal": causal,
         "window": window(window_size),
         # FlashAttention-3 has no chunks of a negative length, and takes them for none.
-        "attention_chunk": max(attention_chunk, 0) or None,
+        "attention_chunk": natural("attention_chunk", attention_chunk) or None,
         "softcap": softcap,
     }
     of_q, of_k = _is_float8(q), _is_float8(k)

@@ -32,7 +32,7 @@ import torch
 
 from .. import api, request, validate
 from . import query_values
-from .arguments import length
+from .arguments import length, natural
 from .combine import combine
 from .errors import ArgumentError, in_words_of, refuse
 from .fa4_mods import Blocks, Lengths, Mod, pyfas_mods
@@ -100,7 +100,7 @@ def flash_attn_func(
         "softcap": softcap or 0.0, "sinks": learnable_sink, "deterministic": deterministic,
         "return_lse": return_lse,
     }  # fmt: skip
-    num_splits = max(num_splits, 0)
+    num_splits = natural("num_splits", num_splits)
     if qv is not None:
         refuse_missing(
             score_mod=score_mod, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors
@@ -205,7 +205,7 @@ def flash_attn_varlen_func(
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
         "max_seqlen_q": longest_q, "max_seqlen_k": longest_k,
         "seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table,
-        "num_splits": max(num_splits, 0),
+        "num_splits": natural("num_splits", num_splits),
     }  # fmt: skip
     shared: dict[str, Any] = {
         **_window_of(causal, window_size, mask_mod), "scale": softmax_scale,

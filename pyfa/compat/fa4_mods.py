@@ -130,7 +130,8 @@ class Blocks:
     mask_mod = None
 
     def __init__(self, tensors: Any, rows: int, keys: int) -> None:
-        counts, indices = tensors.mask_block_cnt, tensors.mask_block_idx
+        counts: Any = getattr(tensors, "mask_block_cnt", None)
+        indices: Any = getattr(tensors, "mask_block_idx", None)
         for name, x in (("mask_block_cnt", counts), ("mask_block_idx", indices)):
             validate.a_tensor(f"block_sparse_tensors.{name}", x)
         if counts.dim() != 3 or indices.dim() != 4:

@@ -116,7 +116,10 @@ def attention(
                 **local, **shared,
             )  # fmt: skip
             return out, None
-        bias = (torch.arange(k.shape[1], device=k.device) >= first[:, None])[:, None, None]
+        if trained:  # all rows of the cache are filled (``make_mask``)
+            bias = (torch.arange(k.shape[1], device=k.device) >= first[:, None])[:, None, None]
+        else:
+            bias, local = _seen(first, end, q.shape[1], k.shape[1], **local), {}
     else:
         # Complete: it says all that position says, and is cut as it is for a longer cache.
         bias, local = attention_mask[..., : k.shape[1]], {}
@@ -256,6 +259,24 @@ def _by_position(
     if sliding_window is None:
         return {"causal": causal}
     return {"causal": causal, "window": (sliding_window - 1, sliding_window - 1)}
+
+
+def _seen(
+    first: torch.Tensor,
+    end: torch.Tensor,
+    rows: int,
+    keys: int,
+    causal: bool,
+    window: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Return which keys each row sees, (B, 1, rows, keys): the last row is at position ``end`` − 1,
+    and valid keys begin at ``first``, both (B,)."""
+    key = torch.arange(keys, device=first.device)
+    first, end = first[:, None, None], end[:, None, None]
+    row = end - rows + torch.arange(rows, device=first.device)[:, None]
+    left, right = window or (keys, keys)
+    last = torch.minimum(end - 1, row + (0 if causal else right))
+    return ((key >= first) & (key >= row - left) & (key <= last))[:, None]
 
 
 def _both(bias: torch.Tensor | None, position_bias: torch.Tensor) -> torch.Tensor:

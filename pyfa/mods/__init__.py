@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import _torch
 from . import again
 from .captured import dependencies_of
 from .derive import of_loads, with_slope
@@ -129,10 +130,51 @@ def resolve(
     Raises ``ModError``, which names the line, for operations that cannot be traced or computed.
     """
     pair, grads = (score_mod, mask_mod), torch.is_grad_enabled()
+    if torch.compiler.is_dynamo_compiling() and all(map(_is_made_before, pair)):
+        digest, places = _in_eager_code(score_mod, mask_mod, device, grads)
+        if places is not None:
+            tensors = _dependencies(score_mod, mask_mod)
+            return digest, tuple([tensors[place] for place in places])
     found = _recent.find(pair, device, grads)
     if found is None:
         found = _resolved(score_mod, mask_mod, device)
         _recent.keep(*found, pair, device, grads)
+    return found
+
+
+@_torch.runs_while_compiling
+def _in_eager_code(
+    score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, grads: bool
+) -> tuple[str, tuple[int, ...] | None]:
+    """Return the digest and the places of the captured tensors in ``_dependencies``; None if some
+    are not there. torch.compile calls this while it compiles, because it cannot trace a mod."""
+    with torch.set_grad_enabled(grads):
+        digest, captured = resolve(score_mod, mask_mod, device)
+    numbers = {id(x): number for number, x in enumerate(_dependencies(score_mod, mask_mod))}
+    if any(id(x) not in numbers for x in captured):
+        return digest, None
+    return digest, tuple(numbers[id(x)] for x in captured)
+
+
+def _is_made_before(mod: Mod | None) -> bool:
+    """Return whether torch.compile can pass ``mod`` to eager code. It cannot if the code that it
+    compiles creates the function; it then shows no closure."""
+    if mod is None:
+        return True
+    try:
+        _ = mod.__closure__
+    except AttributeError:  # torch.compile raises it even from hasattr and getattr
+        return False
+    return True
+
+
+def _dependencies(*mods: Mod | None) -> list[torch.Tensor]:
+    """Return the tensors that the mods depend on, as far as these are known."""
+    found: list[torch.Tensor] = []
+    for mod in mods:
+        of_mod = None if mod is None else dependencies_of(mod)
+        if of_mod is not None:
+            found += of_mod.tensors
     return found
 
 
@@ -168,6 +210,12 @@ def _resolved(
     # Not by equality: a function with the constant 0.0 is equal to one with -0.0.
     _mods.setdefault(mods.digest, mods)
     return mods.digest, captured
+
+
+@_torch.runs_while_compiling
+def has_wanted(digest: str) -> bool:
+    """Return whether captured tensors get a gradient."""
+    return bool(digest and of(digest).wanted)
 
 
 def of(digest: str) -> Mods:

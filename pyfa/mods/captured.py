@@ -45,7 +45,7 @@ class Dependencies:
         if kind in (int, bool, str, bytes, type(None), torch.dtype, torch.device):
             return (kind, value)
         if kind is float:
-            return (float, repr(value))  # 0.0 is not -0.0
+            return (float, value.hex())  # type: ignore[attr-defined]  # 0.0 is not -0.0
         if kind in (tuple, list) or (isinstance(value, tuple) and is_unchanging(kind.__module__)):
             return (kind, *(self._of(x) for x in value))  # type: ignore[attr-defined]
         if kind is dict:

@@ -254,6 +254,8 @@ def test_lengths_beyond_the_block_table(lengths: int | torch.Tensor) -> None:
     [
         ({"softmax_scale": math.nan}, "softmax_scale: expected a finite number"),
         ({"window_size": (1, 2, 3)}, "window_size: expected"),
+        ({"window_size": 3}, "window_size: expected two integers"),
+        ({"window_size": (1.5, 2)}, "window_size: expected two integers"),
         ({"dropout_p": 1.0}, "dropout_p: expected 0 <= dropout_p < 1"),
         ({"softcap": -1.0}, "softcap: expected"),
         ({"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape"),
@@ -284,6 +286,24 @@ def test_deterministic_is_handed_on(name: str, monkeypatch: pytest.MonkeyPatch) 
     for wanted in (True, False):
         getattr(fa2, name)(*values, deterministic=wanted)
     assert [options["deterministic"] for options in seen] == [True, False]
+
+
+def test_wrong_types_are_named() -> None:
+    q, table = torch.randn(2, 1, 2, 8), ints(0, 1, 2, 3).view(2, 2)
+    caches = torch.randn(2, 6, 4, 2, 8)
+    paged = {"cache_seqlens": 3, "block_table": table}
+    with pytest.raises(TypeError, match=r"^k_cache: expected a tensor; got NoneType"):
+        fa2.flash_attn_with_kvcache(q, None, caches[1], **paged)
+    with pytest.raises(TypeError, match=r"^k: expected a tensor; got int"):
+        fa2.flash_attn_with_kvcache(q, *caches, k=1, v=q, **paged)
+    with pytest.raises(TypeError, match=r"^cache_seqlens: expected an int; got dict"):
+        fa2.flash_attn_with_kvcache(q, *caches, block_table=table, cache_seqlens={})
+    with pytest.raises(RuntimeError, match=r"^block_table: expected 2 dimensions"):
+        fa2.flash_attn_with_kvcache(q, *caches, block_table=table[0, 0], cache_seqlens=3)
+    with pytest.raises(TypeError, match=r"^q: expected a tensor; got NoneType"):
+        fa2.flash_attn_func(None, q, q, dropout_p=0.1)
+    with pytest.raises(TypeError, match=r"^dropout_p: expected a number; got NoneType"):
+        fa2.flash_attn_func(q, q, q, dropout_p=None)
 
 
 def test_packed_tensors_of_another_shape() -> None:

@@ -217,6 +217,16 @@ def test_rows_of_the_page_table_by_index_and_lengths_without_rotary() -> None:
     )  # fmt: skip
     want = pyfa.attention_kvcache(q, *pages, cache_seqlens=used, page_table=table[[2, 0]])
     assert torch.equal(out, want)
+    given = {"cache_seqlens": used, "page_table": table}
+    for index, message in (
+        (ints(2, 3), "cache_batch_idx: expected values from 0 to 2; got 3"),
+        (ints(-1, 0), "cache_batch_idx: expected values from 0 to 2; got -1"),
+        (ints(2, 0).long(), "cache_batch_idx: expected dtype int32"),
+    ):
+        with pytest.raises(fa3.ArgumentError, match=message):
+            fa3.flash_attn_with_kvcache(q, *pages, cache_batch_idx=index, **given)
+    with pytest.raises(TypeError, match=r"^cache_batch_idx: expected a tensor; got int"):
+        fa3.flash_attn_with_kvcache(q, *pages, cache_batch_idx=1, **given)
 
 
 def test_wrong_packed_keys_leave_the_cache_as_it_was() -> None:
@@ -274,6 +284,8 @@ def test_combine_names_what_is_wrong() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             fa3.flash_attn_combine(*args)
+    with pytest.raises(TypeError, match=r"^out: expected a tensor; got int"):
+        fa3.flash_attn_combine(out, lse, 1)
 
 
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "cache"])
@@ -387,5 +399,8 @@ def test_wrong_arguments_are_named_as_theirs(change: dict, message: str) -> None
     for kind in (RuntimeError, fa3.ArgumentError):
         with pytest.raises(kind, match=message):
             fa3.flash_attn_func(**({"q": q, "k": q, "v": q} | change))
+    for name in ("num_splits", "attention_chunk"):
+        with pytest.raises(TypeError, match=f"^{name}: expected an int; got NoneType"):
+            fa3.flash_attn_func(q, q, q, **{name: None})
     with pytest.raises(RuntimeError, match=r"qkv: expected shape .* for num_heads_q=3"):
         fa3.flash_attn_qkvpacked_func(torch.randn(1, 4, 8, 8), num_heads_q=3)

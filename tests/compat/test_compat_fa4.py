@@ -227,6 +227,15 @@ def test_wrong_arguments_are_named_as_theirs(change: dict, message: str) -> None
             fa4.flash_attn_varlen_func(**({"q": q, "k": q, "v": q} | change))
 
 
+def test_wrong_types_are_named() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(TypeError, match=r"^num_splits: expected an int; got NoneType"):
+        fa4.flash_attn_func(q, q, q, num_splits=None)
+    message = r"^block_sparse_tensors.mask_block_cnt: expected a tensor; got NoneType"
+    with pytest.raises(TypeError, match=message):
+        fa4.flash_attn_func(q, q, q, block_sparse_tensors=0)
+
+
 def test_the_schedulers_metadata_is_taken() -> None:
     q = torch.randn(1, 4, 2, 8)
     metadata = fa4.get_scheduler_metadata(4, 4, 2, 2, 8, 1, seqused_k=ints(4))

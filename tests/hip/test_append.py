@@ -91,7 +91,7 @@ def poisoned(shape, strides, dtype):
 
 def run(call: Call, new: Append) -> dict[str, torch.Tensor]:
     """The kernel alone: what it makes, by name."""
-    new = append.readable(new, call.q)
+    call, new = append.readable(call, new)
     inputs = tensors_of(call, new)
     launcher, program = Launcher(EmulatorRuntime()), Program(form_of(call, new).names, call.q)
     written = append.add(launcher, program, call, new)
@@ -300,6 +300,25 @@ def test_a_cache_it_cannot_write_is_the_operators(kernels_run):
     assert "append" not in kernels_run
     pyfa.attention_kvcache(q, *copies, **options, **tables, backend="torch")
     assert all(map(torch.equal, caches, copies))
+
+
+@pytest.mark.parametrize("more", [{}, {"batch_invariant": True}, {"causal": True}])
+def test_queries_whose_elements_are_apart(more, kernels_run):
+    """Attention reads a copy of such queries, and rotary must, too: before it were others' elements
+    that were rotated."""
+    q, caches, options, tables = arguments()
+    grouped = torch.randn(2, 1, 4, 64).to(q.dtype)  # batch-invariant, its heads are rows
+    for one in (q, q[:, :1], grouped):
+        apart = one.transpose(1, 3).contiguous().transpose(1, 3)
+        assert apart.stride(-1) != 1
+        copies = [[x.clone() for x in caches] for _ in range(2)]
+        results = [
+            pyfa.attention_kvcache(x, *each, **options, **tables, **more, backend="emulator")
+            for x, each in zip((one, apart), copies, strict=True)
+        ]
+        assert torch.equal(*results)
+        assert all(map(torch.equal, *copies))
+    assert "append" in kernels_run
 
 
 def test_positions_without_a_row_give_nan():

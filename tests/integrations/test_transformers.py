@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +232,29 @@ def test_a_position_bias_is_added(mask: str) -> None:
     (dbias,) = torch.autograd.grad(out.square().sum(), bias)
     assert bool(dbias.isfinite().all())
     assert bool(dbias.any())
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["position_bias", "dropout"])
+def test_rows_of_a_cache_that_are_not_filled(name: str, rows: int, window: int | None) -> None:
+    """Without gradients a bias must hide them, where ``attention_kvcache`` has no such option."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, rows, 8), torch.randn(2, 2, 10, 8), torch.randn(2, 2, 10, 8)
+    filled = torch.tensor([[False, True] + [True] * 8, [True] * 10])
+    module = torch.nn.Identity()
+    with torch.no_grad():
+        mask = integration.make_mask(2, rows, 10, 4, attention_mask=filled)
+        assert mask is not None
+        assert mask[:, 0, 0].tolist() == [[1, 4 + rows], [0, 4 + rows]]
+        # So few probabilities are dropped that none is.
+        more = {"dropout": 1e-12} if name == "dropout" else {name: torch.zeros(1, 4, rows, 10)}
+        attend = functools.partial(
+            integration.attention, module, q, attention_mask=mask, sliding_window=window
+        )
+        expected, _ = attend(k, v)
+        out, _ = attend(k, v, **more)
+    torch.testing.assert_close(out, expected)
 
 
 def test_a_paged_cache_is_refused() -> None:

@@ -37,17 +37,18 @@ def why_refused(call: Call, append: Append) -> str | None:
     return None
 
 
-def readable(append: Append, q: torch.Tensor) -> Append:
-    """Return ``append`` as the kernel reads it."""
+def readable(call: Call, append: Append) -> tuple[Call, Append]:
+    """Return ``call`` and ``append`` as the kernel reads them."""
     if append.k is not None and append.v is not None:
         append = append._replace(k=calls.with_rows(append.k), v=calls.with_rows(append.v))
     if append.cos is not None and append.sin is not None:
         # Tables in any dtype except float32 and q's own are converted to float32, as in the
         # operator.
-        kept = append.cos.dtype == append.sin.dtype == q.dtype
+        kept = append.cos.dtype == append.sin.dtype == call.q.dtype
         cos, sin = ((x if kept else x.float()).contiguous() for x in (append.cos, append.sin))
         append = append._replace(cos=cos, sin=sin)
-    return append
+        call = call._replace(q=calls.with_rows(call.q))
+    return call, append
 
 
 def bind(launch: Launcher, call: Call, append: Append) -> Callable[[Call, Append], Call]:

@@ -60,7 +60,7 @@ def bind(
     ``OtherAlignment`` if the 16-byte alignment of q, k or v differs from that of ``call``.
     """
     direct = readable(call)
-    prepared = None if append is None else appending.readable(append, call.q)
+    before, prepared = (call, None) if append is None else appending.readable(call, append)
 
     def bind_readable(call: Call, append: Append | None) -> Run:
         form = form_of(call, append)
@@ -73,7 +73,7 @@ def bind(
     if _same(tensors_of(call, append), tensors_of(direct, prepared)):
         return bind_readable(call, append)
     form, aligned, dim_v = form_of(call, append), are_on_16(*call[:3]), call.v.shape[-1]
-    ready = None if prepared is None else appending.bind(launch, call, prepared)
+    ready = None if prepared is None else appending.bind(launch, before, prepared)
     run = None if ready is not None else bind_readable(direct, None)
 
     def run_on_copies(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ def bind(
         given, new = form.fill(tensors)
         if ready is not None and new is not None:
             # The append writes to the cache itself. Attention then reads a copy of the cache.
-            given = ready(given, appending.readable(new, given.q))
+            given = ready(*appending.readable(given, new))
         given = readable(given)
         if run is None:
             run = bind_readable(given, None)

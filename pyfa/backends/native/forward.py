@@ -48,13 +48,13 @@ def _bind_lone_rows(
     form, run = form_of(call, append), None
     ready = None
     if append is not None:
-        ready = appending.bind(launch, call, appending.readable(append, call.q))
+        ready = appending.bind(launch, *appending.readable(call, append))
 
     def run_grouped(*tensors: torch.Tensor) -> list[torch.Tensor]:
         nonlocal run
         given, new = form.fill(tensors)
         if ready is not None and new is not None:
-            given = ready(given, appending.readable(new, given.q))
+            given = ready(*appending.readable(given, new))
         heads_k = given.k.shape[-2]
         rows = given.q.unflatten(2, (heads_k, -1)).squeeze(1).transpose(1, 2)
         grouped = given._replace(q=rows, max_seqlen_q=rows.shape[1], window_right=-1)
