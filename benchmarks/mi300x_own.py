@@ -3,6 +3,7 @@
 python benchmarks/mi300x_own.py            # writes results/mi300x_own.json
 python benchmarks/mi300x_own.py --latent   # latent decode alone: results/mi300x_latent.json
 python benchmarks/mi300x_own.py --wide     # head_dim 512 beside 256: results/mi300x_wide.json
+python benchmarks/mi300x_own.py --terms    # backward with score terms: results/mi300x_terms.json
 """
 
 from __future__ import annotations
@@ -45,6 +46,17 @@ WIDE = tuple(
         "--batch 64 --seqlen 1,8192 --heads 32,4",
     )
 )  # fmt: skip
+
+# One-pass backwards: plain, with one score term, and with two, which the general plan runs.
+TERMS = tuple(
+    f"{LONG} --head-dim {dim} --features backward{terms}"
+    for dim, of_dim in {
+        "64": ("", ",sinks", ",alibi", ",softcap", ",softcap,alibi"),
+        "128": ("", ",sinks", ",alibi", ",softcap", ",softcap,alibi"),
+        "192,128": ("", ",sinks", ",softcap,alibi"),
+    }.items()
+    for terms in of_dim
+)
 
 # Causal, 16 heads of 16 sequences of 16,384, which attn-dsl-bench measured of others.
 RIVALS = {"128": "AITER forward causal rtna", "64": "CK forward causal 64"}
@@ -143,13 +155,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--latent", action="store_true", help="latent decode alone")
     parser.add_argument("--wide", action="store_true", help="head dims above 256 alone")
+    parser.add_argument("--terms", action="store_true", help="backward with score terms alone")
     options = parser.parse_args()
     for asked, name, problems in (
         (options.latent, "mi300x_latent", LATENT),
         (options.wide, "mi300x_wide", WIDE),
+        (options.terms, "mi300x_terms", TERMS),
     ):
         if asked:
             results = {"what": inspect_timing.WORDS, "problems": modelled_rows(problems)}
+            saved = machine.RESULTS / f"{name}.json"
+            if saved.exists():  # of kernels before a change
+                results |= {k: v for k, v in json.loads(saved.read_text()).items() if k == "before"}
             print("wrote", machine.save(name, results))
             return
     rows = modelled_rows(PROBLEMS)

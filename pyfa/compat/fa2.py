@@ -295,7 +295,7 @@ def attend(
     # Everything goes by name, since a repeated call would take long to fill a dict and unpack it.
     edges = window(window_size)
     seed = None
-    if validate.number("dropout_p", dropout_p) > 0.0:
+    if dropout_p and validate.number("dropout_p", dropout_p) > 0.0:
         # Drawn here, because S_dmask needs the same bits.
         validate.a_tensor("q", q)
         seed = validate.seed(None, q.device)

@@ -193,6 +193,7 @@ TILES = Tiles(
         (192, 128): (2, 2),
         (192, 192): (2, 2),
     },
+    # Pairs with plans for one score term alone (kernels/hip/bwd_terms.h).
     one_pass_terms={
         "sinks": ((64, 64), (128, 128), (192, 128)),
         "alibi": ((64, 64), (128, 128)),
