@@ -107,7 +107,8 @@ def _widths(
         data, load = 0 if direct else memory_dwords(name), "_load_" in name
         if name.startswith("buffer_"):
             return 0, 4, addresses, data, 1
-        back = data if load else (data // 2 if "cmpswap" in name else data) if glc else 0
+        returns = glc and "_atomic_" in name  # of a store, the bit is a part of its scope
+        back = data if load else (data // 2 if "cmpswap" in name else data) if returns else 0
         if name.startswith("scratch_"):
             return back, 0, addresses, 0 if load else data, 1
         return back, 0, 1 if third else 2, 0 if load else data, 2

@@ -114,7 +114,11 @@ def disassembled(data: bytes, folder: Path) -> dict[int, str]:
     for line in shown.splitlines():
         match = re.match(r"\s+(\S.*?)\s*// ([0-9A-F]{12}):((?: [0-9A-F]{8})+)", line)
         if match:
-            found[int(match[2], 16)] = re.sub(r"^(\w+?)_(e32|e64|dpp|sdwa)\b", r"\1", match[1])
+            text = re.sub(r"^(\w+?)_(e32|e64|dpp|sdwa)\b", r"\1", match[1])
+            # Lanes that differ in one bit, which LLVM 19 calls by name: the mask of all five bits,
+            # and that one from bit 10 on.
+            text = re.sub(r"swizzle\(SWAP,(\d+)\)", lambda x: f"{31 | int(x[1]) << 10}", text)
+            found[int(match[2], 16)] = text
     return found
 
 
