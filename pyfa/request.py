@@ -388,7 +388,7 @@ def _request(
         or v.requires_grad
         or bias_grad
         or (sinks is not None and sinks.requires_grad)
-        or mods.has_wanted(digest)
+        or (bool(digest) and mods.has_wanted(digest))
     )
     slots: list[Any] = [*captured, *(None,) * (mods.MOST_CAPTURED - len(captured))]
     call = Call(

@@ -215,7 +215,7 @@ def _resolved(
 @_torch.runs_while_compiling
 def has_wanted(digest: str) -> bool:
     """Return whether captured tensors get a gradient."""
-    return bool(digest and of(digest).wanted)
+    return bool(of(digest).wanted)
 
 
 def of(digest: str) -> Mods:
