@@ -253,7 +253,7 @@ def media(begins: torch.Tensor, ends: torch.Tensor, tokens: int) -> Mask:
     Queries ``begins[n]`` to ``ends[n]`` − 1 see image n."""
     check.table("begins", begins, {1: "(N,)"}, check.INTEGERS)
     check.table("ends", ends, {1: "(N,)"}, check.INTEGERS)
-    if begins.shape != ends.shape:
+    if check.is_known(ends.shape) and begins.shape != ends.shape:
         validate.wrong("ends", f"the shape of begins {tuple(begins.shape)}", ends)
     check.numbers(1, tokens=tokens)
 

@@ -97,7 +97,7 @@ def relative(table: torch.Tensor) -> Score:
     first or last entry.
     """
     check.table("table", table, {1: "(2R+1,)", 2: "(H, 2R+1)"})
-    if table.shape[-1] % 2 == 0:
+    if check.is_known(table.shape[-1]) and table.shape[-1] % 2 == 0:
         validate.wrong("table", "an odd number of distances, 2R+1", table)
     middle = table.shape[-1] // 2
 

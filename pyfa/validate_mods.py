@@ -1,7 +1,8 @@
 """Checks the arguments of the ready-made masks and scores.
 
 A mod is made once and called often, so these checks need not be fast. Values of tensors are not
-read. While torch.compile traces, ranges are not checked: a number may be symbolic.
+read. While torch.compile traces, numbers and sizes are not checked: they may be symbolic, and a
+NumPy integer is an array.
 """
 
 from __future__ import annotations
@@ -100,21 +101,22 @@ def real(name: str, value: Any, above: float) -> None:
     """Check that ``value`` is a number greater than ``above``, or a 0-dim tensor."""
     if isinstance(value, torch.Tensor):
         table(name, value, _SCALAR)
-    elif _is_known(value) and validate.number(name, value) <= above:
+    elif is_known(value) and validate.number(name, value) <= above:
         validate.wrong(name, f"a number greater than {above}", value)
 
 
 def _integer(name: str, value: Any, least: int | None, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):
-        raise TypeError(f"{name}: expected {expected}; got {type(value).__name__}")
-    if not _is_known(value):
+    if not is_known(value):
         return
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: expected {expected}; got {type(value).__name__}")
     if least is not None and value < least:
         validate.wrong(name, f"{least} or more", value)
     if not -(2**63) <= int(value) < 2**63:
         validate.wrong(name, "an integer of 64 bits", value)
 
 
-def _is_known(value: object) -> bool:
+def is_known(value: object) -> bool:
+    """Return whether ``value``, a number or a shape, can be compared: it is not symbolic."""
     symbolic = isinstance(value, (torch.SymInt, torch.SymFloat))
     return not symbolic and not torch.compiler.is_compiling()

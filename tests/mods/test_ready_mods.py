@@ -397,13 +397,19 @@ def test_made_inside_of_a_compiled_function(dynamic):
 
 
 def test_made_from_numbers_that_only_the_compiled_code_knows():
-    def near(q_idx, kv_idx, number):
+    def near(q_idx, kv_idx, number, marks):
         left = number.item()
         mask = masks.all_of(masks.sliding(left), masks.streaming(left, left), masks.spatial(left))
-        return mask(0, 0, q_idx, kv_idx)
+        mask = masks.any_of(mask, masks.sliding(np.int64(1), np.int64(1)), masks.causal(-left))
+        ends = marks.nonzero()[:, 0]  # of a size that is not known, either
+        mask = masks.any_of(mask, masks.media(marks.logical_not().nonzero()[:, 0], ends, left))
+        score = scores.chain(scores.softcap(number.float().item()), scores.relative(ends.float()))
+        seen = mask(0, 0, q_idx, kv_idx)
+        return scores.masked(lambda *_: seen)(score(q_idx - kv_idx * 1.0, 0, 0, q_idx, kv_idx), 0,
+                                              0, q_idx, kv_idx)  # fmt: skip
 
     i = torch.arange(S)
-    given = i[:, None], i[None], torch.tensor(4)
+    given = i[:, None], i[None], torch.tensor(4), torch.arange(14) % 2 == 0
     torch.compiler.reset()
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = torch.compile(near, fullgraph=True, backend="aot_eager")
