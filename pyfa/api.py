@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import binding, dispatch, mods, validate
+from . import binding, dispatch, mods, validate, validate_cache
 from . import device as devices
 from . import request as requests
 from .binding import CACHE, DENSE, PACKED, Result, again, first
@@ -480,6 +480,8 @@ def explain(
         same["latent"] = validate.flag("latent", same["latent"])
     shared = Shared(**{name: same.pop(name) for name in Shared._fields if name in same})
     request = build(q, k, v, shared, **same)
+    if request.call.latent:
+        validate_cache.one_head(request.call.k)
     return dispatch.explain(
         request.call, *request.who, device=None if device is None else devices.by_name(device)
     )

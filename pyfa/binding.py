@@ -74,8 +74,8 @@ def of_dropout(dropout_p: Any, seed: Any, q: Any) -> tuple[float, Any]:
     if type(dropout_p) is not float:
         dropout_p = validate.number("dropout_p", dropout_p)
     if not dropout_p:
-        if seed is not None:
-            validate.unused_seed(seed)
+        if seed is not None and not isinstance(seed, torch.Tensor):
+            validate.seed_number(seed)
     elif isinstance(q, torch.Tensor) and not isinstance(seed, torch.Tensor):
         seed = validate.seed(seed, q.device)
     return dropout_p, seed

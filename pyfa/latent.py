@@ -219,9 +219,7 @@ def _check(cache: torch.Tensor, v_dim: Any) -> None:
     validate.a_tensor("cache", cache)
     if type(v_dim) is not int:
         raise TypeError(f"v_dim: expected an int; got {type(v_dim).__name__}")
-    layout = "(batch, seqlen, 1, head_dim) or (num_pages, page_size, 1, head_dim)"
-    if cache.dim() != 4 or cache.shape[2] != 1:
-        validate.wrong("cache", f"one head for all queries, {layout}", cache)
+    validate_cache.one_head(cache)
     if cache.shape[-1] > validate.MAX_HEAD_DIM:
         validate.wrong("cache", f"a head_dim from 1 to {validate.MAX_HEAD_DIM}", cache)
     most = min(cache.shape[-1], validate.MAX_HEAD_DIM_V)

@@ -5,15 +5,19 @@
 
 A mask is a function of (b, h, q_idx, kv_idx), which FlexAttention accepts as well. Indices count
 from the first query and the first key. Tensor arguments must be on q's device; a tensor with other
-values needs no new kernel. In the docstrings, B is the batch size and S the sequence length.
+values needs no new kernel. A wrong argument raises a ``ValueError`` or ``TypeError`` that names it.
+In the docstrings, B is the batch size and S the sequence length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+
+from . import validate
+from . import validate_mods as check
 
 __all__ = [
     "all_of", "any_of", "block_diffusion", "blocks", "causal", "dilated", "documents",
@@ -38,8 +42,15 @@ def _at(table: torch.Tensor, b: Any, i: Any) -> Any:
 # ---- together ------------------------------------------------------------------------------------
 
 
+def _some(masks: tuple[Mask, ...]) -> None:
+    check.functions("masks", *masks)
+    if not masks:
+        validate.wrong("masks", "at least one mask", "none")
+
+
 def all_of(*masks: Mask) -> Mask:
     """Return the intersection of ``masks``: a key is visible if it is visible under every mask."""
+    _some(masks)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         seen = masks[0](b, h, q_idx, kv_idx)
@@ -52,6 +63,7 @@ def all_of(*masks: Mask) -> Mask:
 
 def any_of(*masks: Mask) -> Mask:
     """Return the union of ``masks``: a key is visible if it is visible under at least one mask."""
+    _some(masks)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         seen = masks[0](b, h, q_idx, kv_idx)
@@ -64,6 +76,7 @@ def any_of(*masks: Mask) -> Mask:
 
 def not_(other: Mask) -> Mask:
     """Return the opposite of the mask ``other``: queries see the keys that it hides."""
+    check.functions("other", other)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return ~other(b, h, q_idx, kv_idx)
@@ -78,6 +91,7 @@ def causal(shift: Number = 0) -> Mask:
     """Return a causal mask: query i sees the keys up to i + ``shift``. By default the mask is
     aligned to the top left; a shift of seqlen_k − seqlen_q aligns it to the bottom right. The
     argument ``causal=True`` gives the mask aligned to the bottom right, and is faster."""
+    check.per_sequence(shift=shift)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return q_idx + _of(shift, b) >= kv_idx
@@ -88,6 +102,7 @@ def causal(shift: Number = 0) -> Mask:
 def sliding(left: int, right: int = 0) -> Mask:
     """Return a sliding window (Longformer, Mistral): from ``left`` keys before the query's position
     to ``right`` keys after it."""
+    check.numbers(left=left, right=right)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
@@ -98,6 +113,8 @@ def sliding(left: int, right: int = 0) -> Mask:
 def dilated(left: int, right: int = 0, *, step: int) -> Mask:
     """Return a dilated window (Longformer): a sliding window with only the keys whose distance from
     the query is a multiple of ``step``."""
+    check.numbers(left=left, right=right)
+    check.numbers(1, step=step)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = q_idx - kv_idx
@@ -112,6 +129,7 @@ def streaming(sinks: int, left: int) -> Mask:
     The window has ``left`` keys before the query. ``sinks`` is the number of first keys that every
     query sees.
     """
+    check.numbers(0, sinks=sinks, left=left)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((q_idx - kv_idx <= left) | (kv_idx < sinks))
@@ -125,6 +143,7 @@ def streaming(sinks: int, left: int) -> Mask:
 def padding(lengths: torch.Tensor) -> Mask:
     """Return a padding mask: queries see the keys before the end of their sequence. ``lengths``
     (B,) holds the lengths of the sequences."""
+    check.table("lengths", lengths, {1: "(B,)"}, check.INTEGERS)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return kv_idx < lengths[b]
@@ -139,12 +158,14 @@ def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
     contiguous. ``inside`` replaces the causal mask inside each document; its indices count from the
     document's first token.
     """
+    check.table("ids", ids, check.PER_TOKEN, check.IDS)
+    within = causal() if inside is None else inside
+    check.functions("inside", within)
     # Where each token stands in its document.
     place = torch.arange(ids.shape[-1], device=ids.device, dtype=torch.int32).expand(ids.shape)
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[..., 1:] = ids[..., 1:] != ids[..., :-1]
     place = place - torch.where(begins, place, 0).cummax(-1).values
-    within = inside or causal()
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         same = _at(ids, b, q_idx) == _at(ids, b, kv_idx)
@@ -158,6 +179,7 @@ def prefix(length: Number) -> Mask:
 
     The prefix has ``length`` keys.
     """
+    check.per_sequence(0, length=length)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (kv_idx < _of(length, b)) | (kv_idx <= q_idx)
@@ -171,6 +193,8 @@ def shared_prefix(length: Number, answers: torch.Tensor) -> Mask:
     The prompt has ``length`` tokens. ``answers`` is (S,) or (B, S): the index of the answer that
     each token belongs to. The index of a token of the prompt may have any value.
     """
+    check.per_sequence(0, length=length)
+    check.table("answers", answers, check.PER_TOKEN, check.IDS)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         same = _at(answers, b, q_idx) == _at(answers, b, kv_idx)
@@ -187,6 +211,8 @@ def tree(parents: torch.Tensor, past: Number = 0) -> Mask:
     (N,) is the index of each node's parent, or −1 for a root. Parents must come before their
     children; otherwise ``ValueError`` is raised.
     """
+    check.table("parents", parents, {1: "(N,)"}, check.INTEGERS)
+    check.per_sequence(0, past=past)
     nodes = parents.tolist()
     ancestor = torch.eye(len(nodes), dtype=torch.bool)
     for node, parent in enumerate(nodes):
@@ -212,6 +238,8 @@ def global_tokens(is_global: torch.Tensor, otherwise: Mask) -> Mask:
     ``is_global``, boolean (S,) or (B, S), marks the global tokens. The mask ``otherwise`` decides
     for all other pairs of tokens.
     """
+    check.table("is_global", is_global, check.PER_TOKEN, ("bool",))
+    check.functions("otherwise", otherwise)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         either = _at(is_global, b, q_idx) | _at(is_global, b, kv_idx)
@@ -223,6 +251,11 @@ def global_tokens(is_global: torch.Tensor, otherwise: Mask) -> Mask:
 def media(begins: torch.Tensor, ends: torch.Tensor, tokens: int) -> Mask:
     """Return the mask of text that attends to images (Flamingo). Each image has ``tokens`` keys.
     Queries ``begins[n]`` to ``ends[n]`` − 1 see image n."""
+    check.table("begins", begins, {1: "(N,)"}, check.INTEGERS)
+    check.table("ends", ends, {1: "(N,)"}, check.INTEGERS)
+    if check.is_known(ends.shape) and begins.shape != ends.shape:
+        validate.wrong("ends", f"the shape of begins {tuple(begins.shape)}", ends)
+    check.numbers(1, tokens=tokens)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         image = kv_idx // tokens
@@ -239,6 +272,8 @@ def block_diffusion(length: int, block: int) -> Mask:
     sees itself and the clean blocks before it. A clean block sees itself and the clean blocks
     before it.
     """
+    check.numbers(0, length=length)
+    check.numbers(1, block=block)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         clean_q, clean_k = q_idx >= length, kv_idx >= length
@@ -270,9 +305,11 @@ def natten(sizes: Sequence[int], kernel: int | Sequence[int]) -> Mask:
     height, width). At the borders the neighborhood is shifted inward. Raises ``ValueError`` if
     ``kernel`` does not have one size per dimension.
     """
-    kernels = (kernel,) * len(sizes) if isinstance(kernel, int) else tuple(kernel)
+    sizes = check.sizes("sizes", sizes)
+    kernel = kernel if isinstance(kernel, Iterable) else (kernel,) * len(sizes)
+    kernels = check.sizes("kernel", kernel)
     if len(kernels) != len(sizes):
-        raise ValueError(f"kernel: expected one size for each of {tuple(sizes)}; got {kernels}")
+        validate.wrong("kernel", f"one size for each of {sizes}", kernels)
     dims = tuple(zip(sizes, kernels, strict=True))
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -293,7 +330,8 @@ def sliding_tile(tiles: Sequence[int], tokens: int, kernel: int | Sequence[int])
     A tile has ``tokens`` consecutive tokens. For each dimension, ``tiles`` is the number of tiles,
     and ``kernel`` the number of tiles that a tile sees.
     """
-    of_tiles = natten(tiles, kernel)
+    of_tiles = natten(check.sizes("tiles", tiles), kernel)
+    check.numbers(1, tokens=tokens)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return of_tiles(b, h, q_idx // tokens, kv_idx // tokens)
@@ -304,6 +342,8 @@ def sliding_tile(tiles: Sequence[int], tokens: int, kernel: int | Sequence[int])
 def spatial(tokens: int, frames: int = 0) -> Mask:
     """Return a spatial mask for video (Sparse VideoGen): a token sees its own frame and
     ``frames`` frames on each side. A frame has ``tokens`` tokens."""
+    check.numbers(1, tokens=tokens)
+    check.numbers(0, frames=frames)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx // tokens - kv_idx // tokens).abs() <= frames
@@ -314,6 +354,8 @@ def spatial(tokens: int, frames: int = 0) -> Mask:
 def temporal(tokens: int, places: int = 0) -> Mask:
     """Return a temporal mask for video (Sparse VideoGen): in every frame a token sees its own
     position and ``places`` positions on each side. A frame has ``tokens`` tokens."""
+    check.numbers(1, tokens=tokens)
+    check.numbers(0, places=places)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx % tokens - kv_idx % tokens).abs() <= places
@@ -331,9 +373,11 @@ def blocks(table: torch.Tensor, rows: int, keys: int) -> Mask:
     keys), with a leading dimension for heads, or two for batch and heads, if needed. A leading
     dimension may be 1. Raises ``ValueError`` if ``table`` has another number of dimensions.
     """
+    check.kind("table", table, ("bool", *check.NUMBERS))
+    check.numbers(1, rows=rows, keys=keys)
     rank = table.dim()
     if not 2 <= rank <= 4:
-        raise ValueError(f"table: expected 2 to 4 dimensions; got shape {tuple(table.shape)}")
+        validate.wrong("table", "2 to 4 dimensions", table)
     # A dimension of size 1 broadcasts.
     shared = [size == 1 for size in table.shape[: rank - 2]]
 

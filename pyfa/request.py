@@ -375,6 +375,8 @@ def _request(
         alibi_slopes = validate.per_head("alibi_slopes", alibi_slopes, q, batch)
     if sinks is not None:
         sinks = validate.per_head("sinks", sinks, q, None)
+    if not dropout_p:
+        validate.unused_seed(seed, q.device)
     digest = ""
     captured: tuple[torch.Tensor | None, ...] = ()
     if block_mask is not None:

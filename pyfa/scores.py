@@ -5,8 +5,9 @@
 
 Each returns a function of (score, b, h, q_idx, kv_idx), which FlexAttention accepts as well; score
 is softcap(scale · q·k). Indices count from the first query and the first key. Tensor arguments must
-be on q's device; a tensor with other values needs no new kernel. In the docstrings, B is the batch
-size, H is the number of query heads, and Sq and Sk are the sequence lengths.
+be on q's device; a tensor with other values needs no new kernel. A wrong argument raises a
+``ValueError`` or ``TypeError`` that names it. In the docstrings, B is the batch size, H is the
+number of query heads, and Sq and Sk are the sequence lengths.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 
+from . import validate
+from . import validate_mods as check
 from .masks import Mask
 
 __all__ = [
@@ -29,6 +32,7 @@ Score = Callable[[Any, Any, Any, Any, Any], Any]
 
 def chain(*scores: Score) -> Score:
     """Apply ``scores`` one after the other, in the given order."""
+    check.functions("scores", *scores)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         for each in scores:
@@ -41,6 +45,7 @@ def chain(*scores: Score) -> Score:
 def masked(mask: Mask) -> Score:
     """Set the score to −inf where ``mask`` hides the key. Passing the mask as ``mask_mod`` is
     faster."""
+    check.functions("mask", mask)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return torch.where(mask(b, h, q_idx, kv_idx), score, -math.inf)
@@ -51,6 +56,7 @@ def masked(mask: Mask) -> Score:
 def softcap(cap: float) -> Score:
     """Compute cap · tanh(score / cap) (Gemma 2, Grok). The argument ``softcap`` of ``attention`` is
     equivalent and faster."""
+    check.real("cap", cap, above=0)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return cap * torch.tanh(score / cap)
@@ -62,6 +68,7 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.
     """Return the slopes of ALiBi (Press 2022), (heads,) float32: 2^(−8 n / heads) for n from
     1 to heads if heads is a power of two. Otherwise they are the slopes of the next smaller power
     of two, followed by intermediate ones."""
+    heads = check.whole("heads", heads, 1)
     whole = 1 << (heads.bit_length() - 1)
     found = [2.0 ** (-8.0 * (n + 1) / whole) for n in range(whole)]
     found += [2.0 ** (-4.0 * (2 * n + 1) / whole) for n in range(heads - whole)]
@@ -74,6 +81,7 @@ def alibi(slopes: torch.Tensor) -> Score:
     The argument ``alibi_slopes`` of ``attention`` is faster, but uses ``|i + Sk − Sq − j|``: the
     two distances differ if there are more or fewer keys than queries.
     """
+    check.table("slopes", slopes, check.PER_HEAD)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score - slopes[h] * (q_idx - kv_idx).abs()
@@ -88,6 +96,9 @@ def relative(table: torch.Tensor) -> Score:
     ``table[h, i − j + R]`` is added to the score of query i and key j. Distances beyond R use the
     first or last entry.
     """
+    check.table("table", table, {1: "(2R+1,)", 2: "(H, 2R+1)"})
+    if check.is_known(table.shape[-1]) and table.shape[-1] % 2 == 0:
+        validate.wrong("table", "an odd number of distances, 2R+1", table)
     middle = table.shape[-1] // 2
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -104,8 +115,13 @@ def t5(table: torch.Tensor, bidirectional: bool = True, farthest: int = 128) -> 
     Otherwise all buckets are for earlier keys, and later keys use the bucket of distance 0. In each
     direction, the first half of the buckets hold one distance each. The others hold ranges of
     distances that grow logarithmically up to ``farthest``."""
-    buckets = table.shape[-1] // (2 if bidirectional else 1)
+    check.table("table", table, {2: "(H, buckets)"})
+    directions = 2 if validate.flag("bidirectional", bidirectional) else 1
+    buckets = table.shape[-1] // directions
     exact = buckets // 2
+    if exact < 1:
+        validate.wrong("table", f"{2 * directions} or more buckets", table)
+    check.real("farthest", farthest, above=exact)
     per_octave = (buckets - exact) / math.log(farthest / exact)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -124,6 +140,7 @@ def t5(table: torch.Tensor, bidirectional: bool = True, farthest: int = 128) -> 
 def bias(table: torch.Tensor) -> Score:
     """Add ``table``, of shape (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk). The argument ``bias`` of
     ``attention`` is faster."""
+    check.table("table", table, {2: "(Sq, Sk)", 3: "(H, Sq, Sk)", 4: "(B, H, Sq, Sk)"})
     rank = table.dim()
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -135,6 +152,7 @@ def bias(table: torch.Tensor) -> Score:
 def gain(table: torch.Tensor) -> Score:
     """Multiply each head's scores by its entry of ``table`` (H,): a fixed or learned
     temperature."""
+    check.table("table", table, check.PER_HEAD)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * table[h]
@@ -145,6 +163,8 @@ def gain(table: torch.Tensor) -> Score:
 def inside(score: Score, places: torch.Tensor) -> Score:
     """Apply ``score`` with indices that count from the start of each document. ``places``, (S,) or
     (B, S), is the position of each token in its document."""
+    check.functions("score", score)
+    check.table("places", places, check.PER_TOKEN, check.INTEGERS)
 
     def score_mod(x: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         q_at, kv_at = (places[b, q_idx], places[b, kv_idx]) if places.dim() == 2 else (

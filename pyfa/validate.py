@@ -320,18 +320,27 @@ def seed(value: object, device: torch.device) -> torch.Tensor:
             wrong("seed", f"one int64 on {device}", value)
         # Return the same tensor if possible, because a bound call is found by it.
         return value if value.dim() == 1 else value.reshape(1)
-    unused_seed(value)
-    assert isinstance(value, int)
-    if not -(2**63) <= value < 2**64:
-        wrong("seed", "a number of 64 bits", value)
-    signed = value - 2**64 if value >= 2**63 else value
+    number = seed_number(value)
+    signed = number - 2**64 if number >= 2**63 else number
     return torch.full((1,), signed, dtype=torch.int64, device=device)
 
 
-def unused_seed(value: Any) -> None:
-    """Raise ``TypeError`` for an invalid seed, even if nothing is dropped."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.Tensor)):
+def seed_number(value: Any) -> int:
+    """Check a seed that is not a tensor."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"seed: expected an int or a tensor; got {type(value).__name__}")
+    number = int(value)
+    if not -(2**63) <= number < 2**64:
+        wrong("seed", "a number of 64 bits", number)
+    return number
+
+
+def unused_seed(value: object, device: torch.device) -> None:
+    """Check a seed although nothing is dropped."""
+    if isinstance(value, torch.Tensor):
+        seed(value, device)
+    elif value is not None:
+        seed_number(value)
 
 
 def integers(name: str, value: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:

@@ -79,6 +79,13 @@ def where(
             integers(index_name, x, (batch,), q)
 
 
+def one_head(cache: torch.Tensor) -> None:
+    """Check that a latent cache has one head."""
+    layout = "(batch, seqlen, 1, head_dim) or (num_pages, page_size, 1, head_dim)"
+    if cache.dim() != 4 or cache.shape[2] != 1:
+        wrong("cache", f"one head for all queries, {layout}", cache)
+
+
 def capacity(keys: int) -> None:
     """Raise ``ValueError`` if a sequence of the cache has more ``keys`` than kernels can count."""
     if keys > UNLIMITED:

@@ -126,6 +126,23 @@ class TestOptions:
         refused("^seed: expected an int", pyfa.attention, *args, dropout_p=0.1, seed=1.5,
                 error=TypeError)  # fmt: skip
 
+    @pytest.mark.usefixtures("fresh_calls")
+    @pytest.mark.parametrize("function", [pyfa.attention, pyfa.explain])
+    @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+    @pytest.mark.parametrize(
+        "seed", [2**64, -(2**63) - 1, torch.tensor([1.5]), torch.zeros(2, dtype=torch.int64),
+                 torch.zeros(1, dtype=torch.int64, device="meta")]
+    )  # fmt: skip
+    def test_seed_with_and_without_dropout(self, function, dropout_p, seed):
+        refused("^seed: expected", function, *tensors(), dropout_p=dropout_p, seed=seed)
+
+    def test_a_number_is_refused_after_calls_without_dropout(self):
+        args = tensors()
+        for _ in range(3):
+            pyfa.attention(*args, seed=5)
+        refused("^seed: expected a number of 64 bits", pyfa.attention, *args, seed=2**64)
+        refused("^seed: expected an int", pyfa.attention, *args, seed=True, error=TypeError)
+
     def test_float8_arguments(self):
         args = tensors()
         refused("^descale: expected None", pyfa.attention, *args, descale=(1, 1, 1))

@@ -223,6 +223,12 @@ class TestBackends:
         assert "attn_decode" in chosen.plan.kernel
         assert dict(chosen.plan.constants)["LATENT"] == 1
 
+    def test_a_cache_of_two_heads_is_refused(self) -> None:
+        q, cache = tensors(heads=16)
+        cache = cache.expand(-1, -1, 2, -1)
+        with pytest.raises(ValueError, match=r"^cache: expected one head"):
+            pyfa.explain(q, cache, cache[..., :512], latent=True, device="MI300X")
+
     def test_a_cache_that_is_not_on_16_bytes_goes_to_triton_with_a_reason(self) -> None:
         cache = torch.zeros(2, 8, 1, 580, dtype=torch.bfloat16)[..., :576]
         q = torch.zeros(2, 1, 16, 576, dtype=torch.bfloat16)

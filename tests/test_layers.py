@@ -15,9 +15,9 @@ PACKAGE = Path(__file__).parent.parent / "pyfa"
 # Every module or package of pyfa may import those before it. A backend is a layer of its own kind.
 ORDER = (
     "errors", "_torch", "env", "context",
-    "masks", "scores",
     "arch", "device", "mods", "problem", "shape", "sizes", "validate", "validate_cache",
-    "validate_fp8", "validate_values", "blocks", "reference", "traffic", "plan",
+    "validate_fp8", "validate_mods", "validate_values", "masks", "scores",
+    "blocks", "reference", "traffic", "plan",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
     "dispatch", "merging", "bound", "ops", "request", "sharding", "binding", "api", "latent",

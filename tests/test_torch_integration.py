@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch.library import opcheck
@@ -314,6 +315,9 @@ def test_seeds():
 
     assert torch.equal(run(5), run(torch.tensor(5)))
     assert torch.equal(run(2**64 - 1), run(-1))
+    assert torch.equal(run(np.int64(5)), run(5))
+    assert torch.equal(run(np.uint64(2**64 - 1)), run(-1))
+    assert torch.equal(*(pyfa.attention(q, k, v, seed=x) for x in (np.int64(5), None)))
     assert not torch.equal(run(5), run(6))
     torch.manual_seed(1)
     first = run(None)

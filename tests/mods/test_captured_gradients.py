@@ -56,7 +56,7 @@ def _expected(q, k, v, tables, make, weights, lse_weights):
     h, b = torch.arange(HEADS)[:, None, None], torch.arange(BATCH)[:, None, None, None]
     score = torch.einsum("bihd,bjhd->bhij", *wide[:2]) / math.sqrt(DIM)
     # Outside of a table its nearest element counts, which PyTorch refuses.
-    score = make(*(_Clamped(x) if x.dim() else x for x in wide[3:]))(score, b, h, i, j)
+    score = make(*(x.as_subclass(_Clamped) if x.dim() else x for x in wide[3:]))(score, b, h, i, j)
     score = score.masked_fill(~_seen(b, h, i, j), -math.inf)
     lse = score.logsumexp(-1)
     p = torch.where(lse[..., None] == -math.inf, 0.0, torch.exp(score - lse[..., None]))
@@ -65,18 +65,15 @@ def _expected(q, k, v, tables, make, weights, lse_weights):
     return torch.autograd.grad(total, wide)
 
 
-class _Clamped:
+class _Clamped(torch.Tensor):
     """A table that is indexed as pyfa does."""
-
-    def __init__(self, table):
-        self.table, self.shape, self.dim = table, table.shape, table.dim
 
     def __getitem__(self, at):
         at = at if isinstance(at, tuple) else (at,)
         places = []
         for index, size in zip(at, self.shape, strict=True):
             places.append(torch.where(index < 0, index + size, index).clamp(0, size - 1))
-        return self.table[tuple(places)]
+        return self.as_subclass(torch.Tensor)[tuple(places)]
 
 
 def _check(name, deterministic=False, **options):

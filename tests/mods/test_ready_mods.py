@@ -1,7 +1,9 @@
 """pyfa.masks and pyfa.scores against the same said by loops, through pyfa and through PyTorch."""
 
+import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
@@ -240,7 +242,183 @@ def test_slopes_of_12_heads():
     assert scores.alibi_slopes(12).tolist() == pytest.approx(expected)
 
 
+INTS, FLOATS = torch.zeros(6, dtype=torch.int32), torch.zeros(6)
+CAUSAL = masks.causal()
+NO_INTEGER = (1.5, "4", None, True, FLOATS[0], INTS[:2], torch.tensor(True))
+NO_ROW = (None, [0, 1], 5, INTS[0], INTS.view(1, 2, 3), FLOATS)
+NO_FUNCTION = (None, 3, INTS)
+NO_SIZES = (4, 2.0, None, (4, 0), (4, 1.5), (4, True), (), "46", INTS[0], INTS, (2**63,))
+NO_SCORE_TABLE = (None, [0.0], 1.0, FLOATS[0], FLOATS.bool(), FLOATS.to(torch.complex64))
+
+# function: {argument: wrong values of it}.
+WRONG = {
+    masks.all_of: {"masks": NO_FUNCTION},
+    masks.any_of: {"masks": NO_FUNCTION},
+    masks.not_: {"other": NO_FUNCTION},
+    masks.causal: {"shift": (1.5, "4", None, True, FLOATS, INTS.view(2, 3), 2**63)},
+    masks.sliding: {"left": NO_INTEGER, "right": NO_INTEGER},
+    masks.dilated: {"left": NO_INTEGER, "right": NO_INTEGER, "step": (*NO_INTEGER, 0, -1)},
+    masks.streaming: {"sinks": (*NO_INTEGER, -1), "left": (*NO_INTEGER, -1)},
+    masks.padding: {"lengths": (*NO_ROW, INTS.view(2, 3))},
+    masks.documents: {"ids": NO_ROW, "inside": (3, INTS)},
+    masks.prefix: {"length": (1.5, None, -1, FLOATS[0], INTS.view(2, 3))},
+    masks.shared_prefix: {"length": (1.5, None, -1, FLOATS[0]), "answers": NO_ROW},
+    masks.tree: {"parents": (*NO_ROW, INTS.view(2, 3), INTS), "past": (1.5, None, -1, FLOATS[0])},
+    masks.global_tokens: {"is_global": (None, [True], INTS, FLOATS), "otherwise": NO_FUNCTION},
+    masks.media: {
+        "begins": (*NO_ROW, INTS.view(2, 3)), "ends": (*NO_ROW, INTS.view(2, 3), INTS[:5]),
+        "tokens": (*NO_INTEGER, 0),
+    },
+    masks.block_diffusion: {"length": (*NO_INTEGER, -1), "block": (*NO_INTEGER, 0)},
+    masks.natten: {"sizes": NO_SIZES, "kernel": (0, 2.0, None, True, (3,), (3, 0), (3, 1.5))},
+    masks.sliding_tile: {
+        "tiles": NO_SIZES, "tokens": (*NO_INTEGER, 0), "kernel": (0, 2.0, None, (3,), (3, 0)),
+    },
+    masks.spatial: {"tokens": (*NO_INTEGER, 0), "frames": (*NO_INTEGER, -1)},
+    masks.temporal: {"tokens": (*NO_INTEGER, 0), "places": (*NO_INTEGER, -1)},
+    masks.blocks: {
+        "table": (None, [[1]], INTS, INTS.view(1, 1, 1, 2, 3), TABLE.to(torch.complex64)),
+        "rows": (*NO_INTEGER, 0), "keys": (*NO_INTEGER, 0),
+    },
+    scores.chain: {"scores": NO_FUNCTION},
+    scores.masked: {"mask": NO_FUNCTION},
+    scores.softcap: {"cap": (None, "2", True, 0, -2.0, math.nan, math.inf, FLOATS, FLOATS[0] > 0)},
+    scores.alibi_slopes: {"heads": (0, -1, 1.5, None, True, INTS[0])},
+    scores.alibi: {"slopes": (*NO_SCORE_TABLE, DENSE)},
+    scores.relative: {"table": (*NO_SCORE_TABLE, FLOATS, DENSE)},
+    scores.t5: {
+        "table": (*NO_SCORE_TABLE, FLOATS, DENSE, BUCKETS[:, :3]),
+        "bidirectional": (None, 2, "no"),
+        "farthest": (4, 0, -1.5, None, "128", True, math.nan, FLOATS),
+    },
+    scores.bias: {"table": (*NO_SCORE_TABLE, FLOATS, FLOATS.view(1, 1, 1, 2, 3))},
+    scores.gain: {"table": (*NO_SCORE_TABLE, DENSE)},
+    scores.inside: {"score": NO_FUNCTION, "places": NO_ROW},
+}  # fmt: skip
+RIGHT = {
+    "other": CAUSAL, "inside": CAUSAL, "otherwise": CAUSAL, "mask": CAUSAL, "sizes": (4, 6),
+    "tiles": (2, 3), "kernel": 3, "score": scores.alibi(SLOPES), "is_global": SPECIAL,
+    "parents": PARENTS, "ids": IDS, "answers": IDS, "lengths": LENGTHS, "begins": INTS,
+    "ends": INTS, "places": IDS,
+}  # fmt: skip
+OF_TABLES = {masks.blocks: TABLE, scores.t5: BUCKETS}
+
+
+def _called(function, **given):
+    """The function's result, of right values for all arguments that it needs but ``given``."""
+    if (parameter := next(iter(inspect.signature(function).parameters.values()))).kind == (
+        parameter.VAR_POSITIONAL
+    ):
+        return function(*given.values())
+    needed = {
+        name: OF_TABLES.get(function) if name == "table" else RIGHT.get(name, 4)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is parameter.empty
+    }
+    return function(**needed | given)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "value"),
+    [
+        pytest.param(function, name, value, id=f"{function.__name__} {name} {number}")
+        for function, arguments in WRONG.items()
+        for name, values in arguments.items()
+        for number, value in enumerate(values)
+    ],
+)
+def test_a_wrong_argument_is_named(function, name, value):
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected .+; got ") as caught:
+        _called(function, **{name: value})
+    assert type(caught.value) in (TypeError, ValueError)  # no ModError
+
+
+def test_every_argument_is_tested_with_wrong_values():
+    functions = [getattr(module, name) for module in (masks, scores) for name in module.__all__]
+    arguments = {each: {*inspect.signature(each).parameters} - {"device"} for each in functions}
+    assert {function: {*given} for function, given in WRONG.items()} == arguments
+
+
+WHOLE = [getattr(torch, f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+
+
+@pytest.mark.parametrize("dtype", WHOLE, ids=str)
+def test_tensors_of_every_integer_dtype(dtype):
+    row, number = torch.tensor([0, 0, 1]).to(dtype), torch.tensor(2).to(dtype)
+    for each in (number, row):
+        masks.causal(each), masks.prefix(each), masks.shared_prefix(each, row)
+        masks.tree(PARENTS, each)
+    masks.sliding(number, number), masks.dilated(number, number, step=number)
+    masks.streaming(number, number), masks.block_diffusion(number, number)
+    masks.spatial(number, number), masks.temporal(number, number)
+    masks.padding(row), masks.media(row, row, number), masks.global_tokens(SPECIAL, CAUSAL)
+    masks.blocks(row[None], number, number), masks.sliding_tile((2, 3), number, (1, 2))
+    scores.inside(scores.gain(row), row), scores.softcap(number), scores.t5(BUCKETS, True, number)
+    if dtype not in (torch.uint16, torch.uint32, torch.uint64):  # torch compares few of these
+        masks.documents(row)
+
+
+def test_what_else_is_right():
+    whole = [np.int8(3), np.int64(3), np.uint32(3)]
+    for each in (*whole, 2**40, -2):  # so large that it is no limit; before the query
+        masks.causal(each), masks.sliding(each, each), masks.dilated(each, each, step=3)
+    for each in whole:
+        masks.natten((each, 4), each), masks.natten([4, each], [each, each])
+        masks.natten(np.array([4, 6]), np.array([3, 3])), masks.natten(torch.Size([4]), range(1, 2))
+        masks.blocks(TABLE.float(), each, each), scores.softcap(each)
+        assert scores.alibi_slopes(each).shape == (3,)
+    masks.documents(IDS > 1), masks.shared_prefix(0, IDS > 1), masks.streaming(0, 0)
+    scores.softcap(np.float16(2)), scores.softcap(torch.tensor(2.0)), scores.chain()
+    scores.t5(BUCKETS, 0, torch.tensor(20.0)), scores.t5(BUCKETS, np.True_, 20.5)
+    scores.gain(torch.nn.Parameter(SLOPES.double())), scores.relative(torch.ones(1))
+
+
+def _made_and_used(b, h, q_idx, kv_idx, ids, slopes):
+    """What code that torch.compile traces may make."""
+    within = masks.documents(ids, masks.sliding(3, 2))
+    mask = masks.any_of(within, masks.all_of(masks.not_(masks.prefix(ids[0])), masks.causal(2)))
+    far = masks.natten((4, 6), (3, 3)), masks.sliding_tile((2, 3), 4, 1), masks.spatial(6, 1)
+    mask = masks.global_tokens(ids > 2, masks.any_of(mask, masks.dilated(4, step=2), *far))
+    score = scores.chain(scores.alibi(slopes), scores.softcap(2.0), scores.gain(slopes))
+    zero = torch.zeros(q_idx.shape)
+    return torch.where(
+        mask(b, h, q_idx, kv_idx), scores.masked(mask)(score(zero, b, h, q_idx, kv_idx), b, h,
+        q_idx, kv_idx), scores.relative(torch.cat((slopes, slopes[:1])))(zero, b, h, q_idx, kv_idx)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_made_inside_of_a_compiled_function(dynamic):
+    zero, i = torch.zeros(1, 1, dtype=torch.int64), torch.arange(S)
+    given = zero, zero, i[:, None], i[None], IDS, SLOPES
+    torch.compiler.reset()
+    compiled = torch.compile(_made_and_used, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    torch.testing.assert_close(compiled(*given), _made_and_used(*given))
+
+
+def test_made_from_numbers_that_only_the_compiled_code_knows():
+    def near(q_idx, kv_idx, number, marks):
+        left = number.item()
+        mask = masks.all_of(masks.sliding(left), masks.streaming(left, left), masks.spatial(left))
+        mask = masks.any_of(mask, masks.sliding(np.int64(1), np.int64(1)), masks.causal(-left))
+        ends = marks.nonzero()[:, 0]  # of a size that is not known, either
+        mask = masks.any_of(mask, masks.media(marks.logical_not().nonzero()[:, 0], ends, left))
+        score = scores.chain(scores.softcap(number.float().item()), scores.relative(ends.float()))
+        seen = mask(0, 0, q_idx, kv_idx)
+        return scores.masked(lambda *_: seen)(score(q_idx - kv_idx * 1.0, 0, 0, q_idx, kv_idx), 0,
+                                              0, q_idx, kv_idx)  # fmt: skip
+
+    i = torch.arange(S)
+    given = i[:, None], i[None], torch.tensor(4), torch.arange(14) % 2 == 0
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(near, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*given), near(*given))
+
+
 def test_wrong_arguments():
+    with pytest.raises(ValueError, match="masks: expected at least one mask"):
+        masks.any_of()
     with pytest.raises(ValueError, match="parents: expected −1 or an earlier node for node 1"):
         masks.tree(torch.tensor([-1, 1]))
     with pytest.raises(ValueError, match="kernel: expected one size for each of"):
