@@ -150,6 +150,7 @@ def test_the_saved_coverage_says_where_each_instruction_is(script: Any, name: st
     reasons = {(row["kind"], row["reason"]) for row in found["left"] if row["kind"] != "no reason"}
     rules = (*unreached.RULES, unreached.NOWHERE)
     assert reasons <= {(rule.kind, rule.reason) for rule in rules}
-    for kind in (unreached.NEVER, unreached.TOO_LARGE):
+    for kind in unreached.KINDS:
         of_kind = sum(row["instructions"] for row in found["left"] if row["kind"] == kind)
-        assert of_kind == rows["all"][kind.replace(" ", "_")]
+        # Of another device only since this kind is known.
+        assert of_kind == rows["all"].get(kind.replace(" ", "_"), 0)
