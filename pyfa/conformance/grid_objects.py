@@ -116,7 +116,7 @@ def _float8_decodes(rows: int, shape: Shape, queries: Shape) -> Iterator[Case]:
     cases = _decodes(rows, _FLOAT8_KEYS, shape | {"cache_dtype": _FLOAT8})
     for case, scale in zip(cases, scales, strict=True):
         yield replace(case, scales=scale)
-    lengths = (rows,) * 3, (40, 300, 1100)
+    lengths = (rows,) * 3, (40, 250, 950)
     fields: dict[str, Any] = {"heads_q": 8, "heads_k": 1, "num_splits": 1, **queries}
     yield packed(lengths, "kvcache", scales="head", causal=True, **fields)
     yield packed(lengths, "kvcache", scales=16, softcap=20.0, page_size=16, **fields)
@@ -208,5 +208,5 @@ def _latent(half: str) -> Iterator[Case]:
     yield packed(lengths, "latent", scales="head", **{**fields, **queries})
     yield packed(lengths, "latent", scales=16, causal=True, recipe="growing", **fields)
     # Queries with a scale of their own block, and sequences that end at each of a round's groups.
-    lengths = (2,) * 4, (250, 390, 840, 950)
-    yield packed(lengths, "latent", scales=16, causal=True, **{**fields, **queries})
+    ends = (2,) * 4, (250, 390, 840, 950)
+    yield packed(ends, "latent", scales=16, causal=True, **{**fields, **queries})
