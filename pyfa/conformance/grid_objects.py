@@ -210,3 +210,7 @@ def _latent(half: str) -> Iterator[Case]:
     # Queries with a scale of their own block, and sequences that end at each of a round's groups.
     ends = (2,) * 4, (250, 390, 840, 950)
     yield packed(ends, "latent", scales=16, causal=True, **{**fields, **queries})
+    # The kernel for many lines: more sequences than dies, and parts without keys, with a sink.
+    lengths_k = (0, 70, 33, 5, 90, 1, 64, 17, 130)
+    fields |= {"cache_dtype": "", "heads_q": 96, "num_splits": 2, "sinks": True}
+    yield packed(((1,) * 9, lengths_k), "latent", **fields)

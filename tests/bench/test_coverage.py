@@ -16,6 +16,7 @@ from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import catalog
 from pyfa.conformance import run_cases
 from pyfa.conformance.cases import Case, packed
+from pyfa.emulator import Covered
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SLACK = packed(((5, 9), (40, 33)), "varlen", slack=3)  # its gaps are cleared by the kernel `gaps`
@@ -138,6 +139,18 @@ def test_of_a_code_object_that_no_case_launches_nothing_has_a_reason(
     found, refuted = coverage.left_of(plan, frozenset())
     assert found == {("gaps", "", coverage.NOT_LAUNCHED): len(decoded.names)}
     assert refuted == []
+
+
+def test_each_kind_of_reason_is_counted_and_only_never_is_out_of_reach(script: Any) -> None:
+    coverage, unreached = script("coverage"), script("unreached")
+    of = coverage.Of()
+    for count, kind in enumerate(("", *unreached.KINDS), start=1):
+        of.add(("gaps", kind, "a reason"), count)
+    *_, row = coverage.rows_of([], {"digest": Covered("gaps", 20)}, of)
+    assert [row[key] for key in ("never", "too_large", "other_device")] == [2, 3, 4]
+    one = script("executed").Ran(Case(), "passed", 0.0, {"digest": ("gaps", [*range(9)])}, {})
+    *_, row = coverage.rows_of([one], {"digest": Covered("gaps", 20)}, of)
+    assert row["share_of_reachable"] == 9 / 18
 
 
 @pytest.mark.parametrize("name", ["coverage_gfx942", "coverage_gfx942_all"])
