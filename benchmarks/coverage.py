@@ -87,7 +87,7 @@ def rows_of(ran: list[Ran], static: dict[str, Covered], of: Of) -> list[dict[str
     """By kernel, and for all: what was executed, and how much of the rest has which reason."""
     rows = executed.coverage(ran, static)
     for row in rows:
-        for kind in (unreached.NEVER, unreached.TOO_LARGE):
+        for kind in unreached.KINDS:
             row[kind.replace(" ", "_")] = sum(
                 count for (kernel, of_kind, _), count in of.items()
                 if of_kind == kind and row["kernel"] in (kernel, "all")
@@ -163,8 +163,8 @@ def main() -> None:
     found, refuted = measured(plans, ran, quick, options.level, options.jobs)
     result = {
         "what": f"instructions of {'all' if options.all else 'the common'} gfx942 code objects "
-        "that cases execute, emulated; never, too_large: not executed, for a reason in left; "
-        "share_of_reachable: without never",
+        "that cases execute, emulated; never, too_large, other_device: not executed, for a reason "
+        "in left; share_of_reachable: without never",
         "conformance": {
             "cases": len(cases), "ran": sum(one.status != ELSEWHERE for one in ran),
             **collections.Counter(one.status for one in ran),

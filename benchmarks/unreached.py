@@ -23,7 +23,7 @@ from pyfa.backends.native.plans import name_of
 from pyfa.emulator.decode import Code
 from pyfa.plan import Plan
 
-NEVER, TOO_LARGE = "never", "too large"
+NEVER, TOO_LARGE, OTHER_DEVICE = KINDS = "never", "too large", "other device"
 # Of 2^64 / 2^32 and more, in the code that LLVM writes for a division of 64 bits where the numbers
 # do not fit into 32: 0x5f7ffffc, a float just below 2^64.
 _DIVISION = "0x5f7ffffc"
@@ -34,7 +34,8 @@ class Rule(NamedTuple):
     all; ``lines``: how the source line begins, then each line that calls it; ``machine``: a part of
     an instruction behind the branch; ``condition``: the comparison before it, as a pattern;
     ``kind``: NEVER for code that no accepted call reaches, TOO_LARGE for code that only calls
-    beyond the emulator reach."""
+    beyond the emulator reach, OTHER_DEVICE for code that no call reaches on an MI300X, for which
+    the emulator stands."""
 
     kind: str
     reason: str
@@ -44,6 +45,18 @@ class Rule(NamedTuple):
     condition: str = ""
 
 
+_QUOTIENT = "if ((by & (by - 1)) == 0) return x >>"  # kernels/hip/device.h
+_PLACE = (_QUOTIENT, "unsigned place = quotient(id, dies), first = quotient(place, blocks);")
+# The tiles of decode that a plan takes only for so few rows that one workgroup has all of them.
+_ONE_BLOCK = (
+    *(f"attn_decode HEAD_DIM={dim} TILES=1" for dim in (64, 96, 128, 192, 256)),
+    *(f"attn_decode HEAD_DIM={dim} TILES=2" for dim in (64, 96, 128)),
+)
+_TANH_INLINE = (
+    "attn_decode TILES=4",
+    "attn_decode HEAD_DIM_V=192 KEY_DTYPE=2 TILES=2",
+    "attn_decode HEAD_DIM=256 KEY_DTYPE=2 TILES=2",
+)
 _BACKWARD = ("attn_bwd", "attn_bwd_onepass", "bias_grad", "row_sums", "dq_convert")
 RULES: tuple[Rule, ...] = (
     Rule(TOO_LARGE, "a 64-bit division of numbers of 2^32 and more", machine=_DIVISION),
@@ -59,7 +72,29 @@ RULES: tuple[Rule, ...] = (
     Rule(NEVER, "head dims are padded to multiples of 8", ("combine",),
          ("if (p.head_dim_v % kWide == 0) {",)),
     Rule(NEVER, "only a part of several is empty", ("attn_decode",),
-         ("if (p.num_splits > 1) {", "store_lse(p, s, line / b.group")),
+         ('asm volatile("" : "+s"(x));', "(pin_scalar(x), ...);", "pin_scalars(partial_out,",
+          "Results(params_again(), s, part).store_lse(")),
+    Rule(NEVER, "a wavefront that has keys has a group of them", ("attn_decode STAGES=1",),
+         ("if (kFloat8 || groups >= kStages) {",)),
+    Rule(NEVER, "a wavefront that has keys has a group of them",
+         ("attn_decode STAGES=3", "attn_decode STAGES=4"),
+         ("if (i < groups) load(group[i]",), condition=r"s_cmp_lg_u32 s\d+, 0"),
+    # Behind the tanh of one score comes the branch of the next one.
+    *(Rule(NEVER, "a softcap is one of all scores", of,
+           (line, "return capped(terms, qk, derivative) + alibi("),
+           condition=r"v_cmp_lt_f32_e64 vcc, \|v\d+\|, s\d+")
+      for of, line in ((("attn_decode",), "float s = qk * terms.scale;"),
+                       (_TANH_INLINE, "if (terms.softcap > 0.0f) s ="))),
+    *(Rule(NEVER, "attention_latent has one KV head", ("attn_decode LATENT=1",), (_QUOTIENT, line))
+      for line in ("unsigned group = quotient(p.heads_q, p.heads_k);",
+                   "unsigned sequence = quotient(pair, heads);")),
+    # Of the devices with gfx942, only MI300A has dies whose number is not a power of two: 6, or 2
+    # in a partition. The emulator stands for MI300X.
+    Rule(OTHER_DEVICE, "MI300X has 8 dies", ("attn_decode",),
+         (_QUOTIENT, "unsigned pairs = heads * batch, shares = pairs * parts, whole = quotient(")),
+    Rule(OTHER_DEVICE, "MI300X has 8 dies, and one workgroup has all rows of a sequence",
+         _ONE_BLOCK, _PLACE),
+    Rule(OTHER_DEVICE, "MI300X has 8 dies", ("attn_decode",), _PLACE),
     # A workgroup has at most 64 rows, so what is hidden from some of them and not from all is at
     # most 63 keys at either end. Groups of a wavefront are 64 keys apart. So of the groups in this
     # loop, which leaves the last ones, only a wavefront's first one is masked.
@@ -76,7 +111,7 @@ RULES: tuple[Rule, ...] = (
     *(Rule(NEVER, "attention_latent has no window, packing, padding or batch index",
            ("attn_latent", "attn_decode LATENT=1"), (line,))
       for line in ("if (p.window_left >= 0)", "if (p.cu_seqlens_q)", "if (p.cu_seqlens_k)",
-                   "if (p.cache_leftpad)", "if (p.cache_batch_idx)")),
+                   "s.rows = p.seqused_q ?", "if (p.cache_leftpad)", "if (p.cache_batch_idx)")),
     *(Rule(NEVER, "a cache has no dropout", ("attn_fwd SCORE=2",), (line,))
       for line in ("if (p.cache_leftpad)", "if (p.cache_batch_idx)")),
     Rule(NEVER, "keys in pages are not packed", ("attn_fwd PAGED=1",), ("if (p.cu_seqlens_k)",)),

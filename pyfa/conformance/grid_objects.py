@@ -35,6 +35,10 @@ _KEYS = (1, 65, 130, 190, 257, 321, 390, 450, 513, 577, 640, 705, 770, 830)
 _FLOAT8_KEYS = (1, 65, 190, 257, 450, 577, 960, 1025, 1400, 1990)
 # Rows of 8 heads that share a KV head: one, two and four products of 16 rows.
 _ROWS = (1, 3, 7)
+# Rows and query heads of a KV head, for divisors that are not powers of two: one, two and four
+# products of 16 rows. Of those with the most rows, a sequence has three workgroups.
+_UNEVEN = ((1, 3), (5, 3), (11, 12))
+_UNEVEN_WIDE = ((1, 3), (11, 6))
 # More heads than dies, which do not divide them; three heads for each die, in groups of two.
 _MANY: Shape = {"heads_q": 18, "heads_k": 9}
 _THREES: Shape = {"heads_q": 24, "heads_k": 12}
@@ -56,6 +60,12 @@ def full() -> Iterator[Case]:
             else:
                 yield next(_biases(rows, _KEYS, shape))
             yield from _float8_decodes(rows, shape, queries)
+        uneven = _UNEVEN if pair[0] <= 128 else _UNEVEN_WIDE
+        for rows, group in uneven:
+            yield _uneven(rows, group, shape | {"cache_dtype": _FLOAT8, "scales": "head"})
+        # Other cases are uneven for the most rows of 16-bit caches.
+        for rows, group in uneven[:-1] if other else uneven:
+            yield _uneven(rows, group, shape)
         if other:
             yield from _prefills(shape)
             yield from _float8_prefills(queries)
@@ -70,7 +80,9 @@ def full() -> Iterator[Case]:
         yield from _dropouts(shape)
     for half in HALF:
         for dim in (512, 576):
-            yield from _biases(1, _KEYS[:5], {"dtype": half, "head_dim": dim, "head_dim_v": 512})
+            wide: Shape = {"dtype": half, "head_dim": dim, "head_dim_v": 512}
+            yield from _biases(1, _KEYS[:5], wide)
+            yield _uneven(*_UNEVEN[0], wide)
         yield from _latent(half)
 
 
@@ -79,7 +91,7 @@ def _biases(rows: int, keys: tuple[int, ...], shape: Shape) -> Iterator[Case]:
     lengths = (rows,) * len(keys), keys
     one: dict[str, Any] = {"heads_q": 8, "heads_k": 1, "num_splits": 1, **shape}
     yield packed(lengths, "kvcache", bias="heads", softcap=20.0, batch_idx=True, **one)
-    yield packed(lengths, "kvcache", bias="full", alibi="heads", causal=True, page_size=32, **one)
+    yield packed(lengths, "kvcache", bias="full", alibi="heads", causal=True, page_size=24, **one)
     yield packed(lengths, "kvcache", bias="bool", softcap=20.0, sinks=True, leftpad=True, **one)
 
 
@@ -98,13 +110,21 @@ def _decodes(rows: int, keys: tuple[int, ...], shape: Shape) -> Iterator[Case]:
                  **fields)  # fmt: skip
 
 
+def _uneven(rows: int, group: int, shape: Shape) -> Case:
+    """Return a case of decode whose divisors are not powers of two: KV heads, query heads of each,
+    page size and splits, of which the short sequence leaves the last ones empty."""
+    lengths = (rows, 1, max(rows - 1, 1)), (380, 17, 250)
+    return packed(lengths, "varlen", heads_q=3 * group, heads_k=3, page_size=24, causal=True,
+                  used_q=True, sinks=True, **shape)  # fmt: skip
+
+
 def _float8_decodes(rows: int, shape: Shape, queries: Shape) -> Iterator[Case]:
     """Yield the same cases with a float8 cache, and cases with float8 queries."""
     scales: tuple[str | int, ...] = (16, "head", 64, "tensor", "head", "tensor")
     cases = _decodes(rows, _FLOAT8_KEYS, shape | {"cache_dtype": _FLOAT8})
     for case, scale in zip(cases, scales, strict=True):
         yield replace(case, scales=scale)
-    lengths = (rows,) * 3, (40, 300, 1100)
+    lengths = (rows,) * 3, (40, 250, 950)
     fields: dict[str, Any] = {"heads_q": 8, "heads_k": 1, "num_splits": 1, **queries}
     yield packed(lengths, "kvcache", scales="head", causal=True, **fields)
     yield packed(lengths, "kvcache", scales=16, softcap=20.0, page_size=16, **fields)
@@ -203,3 +223,10 @@ def _latent(half: str) -> Iterator[Case]:
     yield packed(lengths, "latent", scales="tensor", page_size=16, sinks=True, **fields)
     yield packed(lengths, "latent", scales="head", **{**fields, **queries})
     yield packed(lengths, "latent", scales=16, causal=True, recipe="growing", **fields)
+    # Queries with a scale of their own block, and sequences that end at each of a round's groups.
+    ends = (2,) * 4, (250, 390, 840, 950)
+    yield packed(ends, "latent", scales=16, causal=True, **{**fields, **queries})
+    # The kernel for many lines: more sequences than dies, and parts without keys, with a sink.
+    lengths_k = (0, 70, 33, 5, 90, 1, 64, 17, 130)
+    fields |= {"cache_dtype": "", "heads_q": 96, "num_splits": 2, "sinks": True}
+    yield packed(((1,) * 9, lengths_k), "latent", **fields)
