@@ -1,6 +1,7 @@
 // Scores of every kind in the one-pass backward: softcap, ALiBi, bias, dropout, sinks. In GENERAL plans, which of
 // them there are is known at run time: each is a branch around the work of a whole step. TERM plans have one term
-// and no other. Its work is spread over the products (bwd_turn.h), which takes half of the time.
+// and no other, whose work is spread over the products (bwd_turn.h): a backward with sinks takes 0.65 of the time (by
+// the timing model, 64 and 128).
 #pragma once
 #include "bwd_score.h"
 #include "bwd_step.h"

@@ -45,7 +45,6 @@ constexpr int kAtCut = kAtQ + kCutBlock * 2 * kShares;
 // only in this one, it is behind it that this is read, and the products that are left wait for nothing.
 constexpr int kAtBarrier = kLate ? kProducts - 10 : kProducts - 2;
 constexpr int kAtEnd = kAtBarrier - 6;
-constexpr int kAtSoftcap = kAtK + 3;
 static_assert(kAtEnd + 7 < kProducts, "what the next turn needs comes in this one");
 // From here on what is read is the next turn's.
 constexpr int kAtCarry = kLate ? kAtBarrier : kProducts - 2 * 2 * TILES;  // or two slots before the end
@@ -114,7 +113,7 @@ struct Deal {
       loaded[i] = spread(i, Feed::kLoads, kAtK, kAtP, i ? loaded[i - 1] : 0, i % 4 ? 1 : 3);
     for (int i = 0; i < kElements && !GENERAL; ++i) {
       if (kSoftcapAlone) {
-        scaled[i] = spread(i, kElements, kAtSoftcap, kAtCut - 4, i ? scaled[i - 1] : 0, 3);
+        scaled[i] = spread(i, kElements, kAtK + 3, kAtCut - 4, i ? scaled[i - 1] : 0, 3);
         inverted[i] = place(scaled[i] + 1, scaled[i] + 1, kAtCut - 3, 3);
         raised[i] = place(inverted[i] + 1, inverted[i] + 1, kAtCut - 1, 3);
         steepened[i] = place(raised[i] + 1, raised[i] + 1, kAtCut, 2);
@@ -320,8 +319,7 @@ struct Turn {
         }
         pin(x);
       }
-      // tanh y = 1 - 2 / (e^2y + 1), with an error of 2^-22, and its slope is 4 times what is in brackets less its
-      // square.
+      // tanh y = 1 - 2 u with u = 1 / (e^2y + 1), which has an error of 2^-22. Its slope is 4 (u - u^2).
       if (kSoftcapAlone && m == kDeal.inverted[i]) {
         x = reciprocal(x + 1.0f);
         pin(x);
