@@ -11,6 +11,7 @@
 #endif
 constexpr bool kSinksAlone = TERM == 1, kAlibiAlone = TERM == 2, kSoftcapAlone = TERM == 3;
 static_assert(!(GENERAL && TERM), "a plan has one term, or any");
+constexpr bool kTermOfHead = kSinksAlone || kAlibiAlone;  // which differs between heads
 
 // What of the sinks' gradient needs the scores: the sum over a head's rows and this wavefront's keys of
 // w P (dP - delta), with w = exp(sink - LSE). dq_convert makes the rest (store_sink_share).
@@ -36,7 +37,7 @@ struct SinkSum {
     pin(head);
     pin(first_key);
     float *sums = sink_sums(params_again(), s.batch, head) + first_key / kSinkKeys;
-    __builtin_amdgcn_global_atomic_fadd_f32((__attribute__((address_space(1))) float *)sums, all);
+    __builtin_amdgcn_global_atomic_fadd_f32((GLOBAL float *)sums, all);
   }
 };
 

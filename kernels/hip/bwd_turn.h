@@ -97,7 +97,7 @@ struct Deal {
     taken[kAtK - 2] += 1;
     taken[kAtK - 1] += 4;
     taken[kAtQ] += 2;
-    taken[kSinksAlone || kAlibiAlone ? kAtS + 2 : kAtQ + 1] += 3;
+    taken[kTermOfHead ? kAtS + 2 : kAtQ + 1] += 3;
     if (kAlibiAlone) taken[kAtS + 3] += 2;
     if (kSoftcapAlone) taken[kAtK + 2] += 4;
     taken[kAtQ + 2] += 4;
@@ -287,7 +287,7 @@ struct Turn {
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i)
       if (m == kDeal.added[i]) add(at, walk, scored.dq, i);
-    if ((GENERAL || kSinksAlone || kAlibiAlone) && m == kAtS + 2) walk.score_on(c, general);
+    if ((GENERAL || kTermOfHead) && m == kAtS + 2) walk.score_on(c, general);
     if (kAlibiAlone && m == kAtS + 3) {
       v.distance = general.distance_of(walk.row);
       pin(v.distance);
@@ -367,7 +367,7 @@ struct Turn {
         exchange(at, lds.next_swap(), n, r, GENERAL ? scored.general.ds[n][i % 2] : scored.ds[n][i % 2]);
     }
     if (m == kAtQ) lds.turn_rows();
-    if (!(GENERAL || kSinksAlone || kAlibiAlone) && m == kAtQ + 1) {
+    if (!(GENERAL || kTermOfHead) && m == kAtQ + 1) {
       walk.row = walk.row + kStepRows < walk.end ? walk.row + kStepRows : (int)walk.start;
       pin_scalar(walk.row);
     }

@@ -9,6 +9,8 @@
 
 #define METHOD __device__ inline __attribute__((always_inline))
 #define DEVICE static METHOD
+// Of a pointer into memory: where it was pinned, or read from a struct, the compiler does not know it.
+#define GLOBAL __attribute__((address_space(1)))
 
 // Threads of a workgroup, and how many wavefronts should fit on a SIMD: what decides the registers.
 #define WORKGROUP(threads, waves_per_simd)                      \

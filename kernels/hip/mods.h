@@ -2,8 +2,6 @@
 #pragma once
 #include "arguments.h"
 
-#define GLOBAL __attribute__((address_space(1)))
-
 #define KERNEL_PARAMS ModifiedParams
 
 // Or what follows from a load would be taken for different in each lane.

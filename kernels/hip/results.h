@@ -3,8 +3,6 @@
 #pragma once
 #include "../sequence.h"
 
-#define GLOBAL __attribute__((address_space(1)))  // of a pointer that was pinned, the compiler does not know it
-
 struct Results {
   bool split;             // the output is float32, and 16-bit otherwise
   GLOBAL char *out;       // of row 0 and head 0, as `lse`

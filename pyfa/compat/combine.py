@@ -41,8 +41,8 @@ def combine(
         validate.wrong("out_dtype", "float32, float16 or bfloat16", dtype)
     if out is not None:
         validate.a_tensor("out", out)
-    if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype):
-        validate.wrong("out", f"shape {tuple(out_partial.shape[1:])} and {dtype}", out)
+        if out.shape != out_partial.shape[1:] or out.dtype != dtype:
+            validate.wrong("out", f"shape {tuple(out_partial.shape[1:])} and {dtype}", out)
     total, lse = merged(list(out_partial), lse_partial)
     if out is None:
         return total.to(dtype), lse
