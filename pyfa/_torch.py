@@ -7,7 +7,9 @@ public functions cost 2 to 20 times as much on the host of an H200 (``torch.cuda
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -69,6 +71,12 @@ def has_values(x: torch.Tensor) -> bool:
     """Return whether a tensor has values: not on the meta device, nor in PyTorch's
     ``FakeTensorMode``."""
     return not x.is_meta and not isinstance(x, _FakeTensor)
+
+
+outside_modes: Callable[[], AbstractContextManager[Any]] = getattr(
+    _C, "_DisableTorchDispatch", contextlib.nullcontext
+)
+"""A context in which tensors have values even if a mode, such as ``FakeTensorMode``, is active."""
 
 
 class StorageRef:

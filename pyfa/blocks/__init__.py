@@ -29,6 +29,7 @@ __all__ = [
     "bound_lists",
     "is_exact",
     "kept_lists",
+    "keys_visited",
     "lists_of",
     "make_lists",
     "sizes_of",
@@ -41,6 +42,7 @@ FULL = -(1 << 31)
 
 Tiles = build.Tiles
 asks_for = build.asks_for
+keys_visited = build.keys_visited
 
 
 class Lists(NamedTuple):

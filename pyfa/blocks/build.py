@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 
+from .. import _torch, mods
 from ..mods import Function
 from ..mods.evaluate import evaluate
 from ..problem import Call
@@ -29,6 +31,37 @@ def counts_of(call: Call, tiles: Tiles) -> tuple[int, int]:
     """Return the number of owned tiles, and of the tiles that lists name."""
     rows, keys = -(-call.max_seqlen_q // tiles.rows), -(-call.max_seqlen_k // tiles.keys)
     return (rows, keys) if tiles.owned == "rows" else (keys, rows)
+
+
+_SPAN = 64  # keys whose tile is visited if one of them is seen
+_SAMPLED_ROWS, _SAMPLED_KEYS = 8, 1024  # PyTorch looks at these on one thread
+
+
+@functools.lru_cache(1024)
+def keys_visited(digest: str, rows: int, keys: int) -> int:
+    """Return about how many keys a row visits, in tiles of 64 keys, at most over all rows.
+
+    This is an estimate from a sample of rows and keys, of the first sequence and head, for choosing
+    tiles. It is ``keys`` if the mask_mod of ``digest`` reads captured tensors.
+    """
+    mask = mods.of(digest).mask
+    if mask is None or any(op.name == "load" for op in mask.ops):
+        return keys
+    if not rows or not keys:
+        return 0
+    step = 1
+    while step < _SPAN and keys > _SAMPLED_KEYS * step:
+        step *= 2
+    with _torch.outside_modes():
+        zero = torch.zeros((), dtype=torch.int32)
+        at_rows = torch.linspace(0, rows - 1, min(rows, _SAMPLED_ROWS)).to(torch.int32)[:, None]
+        at_keys = torch.arange(0, keys, step, dtype=torch.int32)
+        inputs = {"score": zero.float(), "b": zero, "h": zero, "q": at_rows, "kv": at_keys}
+        (seen,) = evaluate(mask, inputs, ())
+        seen = seen.expand(len(at_rows), len(at_keys))
+        seen = torch.nn.functional.pad(seen, (0, -len(at_keys) % (_SPAN // step)))
+        visited = seen.unflatten(1, (-1, _SPAN // step)).any(2).sum(1).max()
+        return min(keys, _SPAN * int(visited))
 
 
 def asks_for(function: Function, name: str) -> bool:

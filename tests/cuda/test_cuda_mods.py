@@ -77,17 +77,48 @@ def test_a_mask_alone_leaves_hopper_s_scores_plain() -> None:
 
 
 def test_tiles_follow_what_a_mask_loads_and_the_dtype() -> None:
-    for name, groups in (("natten", 3), ("documents", 2)):
+    for name in ("natten", "documents"):
         case = replace(CASE, score_mod="", mask_mod=name)
         problem = problem_of(build(case).spec, True, False, DEVICES["H200"], True)
-        found = dispatch.ask("cuda", problem, hypothetical=True).plan
-        assert found is not None
-        assert dict(found.constants)["GROUPS"] == groups
         for dtype, code_of in (("float16", 0), ("bfloat16", 1)):
             chain = TARGET.backward_plans(
                 "cuda", problem.arch, (64, 64), code_of, True, False, problem.mods
             )
             assert dict(chain[1].constants)["FLOAT_WEIGHTS"] == (dtype == "float16")
+
+
+@pytest.mark.parametrize(
+    ("mask", "rows", "dim", "groups"),
+    [
+        ("causal", 4096, 64, 3), ("causal", 1024, 64, 1), ("causal", 1024, 128, 2),
+        ("sliding", 4096, 64, 1), ("sliding", 4096, 128, 2), ("documents", 4096, 64, 1),
+        ("documents", 4096, 128, 2), ("by row", 4096, 64, 3),
+    ],
+)  # fmt: skip
+def test_tiles_follow_how_many_keys_a_mask_shows(
+    mask: str, rows: int, dim: int, groups: int
+) -> None:
+    """Blocks of 64 rows where rows see few keys, or a value is loaded for each key."""
+    document = torch.arange(rows) // 512
+    masks = {
+        "causal": lambda b, h, i, j: i >= j,
+        "sliding": lambda b, h, i, j: (i >= j) & (i - j < 1024),
+        "documents": lambda b, h, i, j: document[i] == document[j],
+        "by row": lambda b, h, i, j: document[i] >= j,
+    }
+    q = torch.empty(1, rows, 2, dim, dtype=torch.bfloat16, device="meta")
+    call = build(replace(CASE, score_mod="", mask_mod="sliding")).spec
+    digest, captured = mods.resolve(None, masks[mask], torch.device("cpu"))
+    call = call._replace(
+        q=q, k=q, v=q, max_seqlen_q=rows, max_seqlen_k=rows, mods=digest,
+        captured0=captured[0] if captured else None,
+    )  # fmt: skip
+    problem = problem_of(call, True, False, DEVICES["H200"], True)
+    found = dispatch.ask("cuda", problem, hypothetical=True).plan
+    assert found is not None
+    assert dict(found.constants)["GROUPS"] == groups
+    tiles = TARGET.list_tiles(found)
+    assert (tiles.rows, tiles.keys) == (64 * groups, 64 if groups == 1 else 128)
 
 
 @pytest.mark.parametrize("maps", [0, 3])

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import pyfa
@@ -108,6 +109,33 @@ def test_no_rows_times_keys_in_memory(monkeypatch):
     kept.clear()
     for x, y in zip(small, blocks.lists_of(call, Tiles(64, 32)), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "rows", "keys", "expected"),
+    [
+        (lambda b, h, i, j: i >= j, 300, 300, 300),
+        (lambda b, h, i, j: i >= j, 64, 5000, 64),
+        (lambda b, h, i, j: (i >= j) & (i - j < 256), 50_000, 50_000, 320),
+        (lambda b, h, i, j: (i >= j) & (i - j < 2048) & (j % 4 == 0), 4096, 4096, 2112),
+        (lambda b, h, i, j: j < 0 * i, 100, 100, 0),
+        (lambda b, h, i, j: h >= 1, 100, 100, 0),  # of the first head
+        (lambda b, h, i, j: i >= j, 0, 100, 0),
+    ],
+)
+def test_about_how_many_keys_a_row_visits(mask_mod, rows, keys, expected):
+    digest, _ = mods.resolve(None, mask_mod, torch.device("cpu"))
+    assert abs(blocks.keys_visited(digest, rows, keys) - expected) <= 64
+    build.keys_visited.cache_clear()
+    with FakeTensorMode():
+        assert abs(blocks.keys_visited(digest, rows, keys) - expected) <= 64
+
+
+def test_what_a_mask_loads_is_not_looked_at():
+    """Its values may be on a device, and another call may have others."""
+    shown = torch.zeros(100, dtype=torch.bool)
+    digest, _ = mods.resolve(None, lambda b, h, i, j: shown[j], torch.device("cpu"))
+    assert blocks.keys_visited(digest, 100, 100) == 100
 
 
 def test_a_mask_of_inexact_arithmetic_visits_everything():

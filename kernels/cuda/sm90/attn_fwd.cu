@@ -136,9 +136,26 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
       if constexpr (SCORE == ALIBI) slope = -terms_of(p, s.batch, sequence.head, 0).slope / p.scale;
 
       // ---- the parts that both loops are made of
+      // Whether what rows of the warp see ends or begins in tile `n`.
+      auto ends_in = [&](int n) {
+        return n * BLOCK_K < seen.all_low || n * BLOCK_K + BLOCK_K > seen.all_high;
+      };
+      // With kMaskBits, masks are made here, and finish_scores applies them. In chunks, the row is loaded again: through
+      // the loop it would take registers.
+#ifdef HAS_MASK_MOD
+      SeenBits bits;
+      auto make_mask = [&](int visit) {
+        int n = tile_of(visit);
+        bool cuts = !is_full(visit), ends = ends_in(n);
+        int row = kChunkTiles ? broadcast(load_shared<decltype(WorkTileInfo::range)>(info).row) + first_line : first_row;
+        if (kMaskBits && (cuts || ends)) bits = seen_bits(p, s, sequence.head, row, n, cuts, ends);
+      };
+#else
+      auto make_mask = [](int) {};
+#endif
       // Scales of blocks, score terms and mask of tile `n`. Only a tile that the mask cuts pays for it.
       auto finish_scores = [&](Scores &x, int visit) {
-        int n = tile_of(visit), key = n * BLOCK_K;
+        int n = tile_of(visit);
         if constexpr (kBlockScaled) tile_scales.scale_scores(x, n);
         if constexpr (SCORE == SOFTCAP) cap(p, x);
         if constexpr (SCORE == ALIBI) add_alibi(x, s, first_row, n, slope);
@@ -149,10 +166,15 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
           add_bias<kBiasPanel>(p, x, shared + kBiasAt + k_pipe.stage * kBiasBytes +
                                          row_group * (BLOCK_K / 64) * kBiasPanel, warp * 16);
         if constexpr (SCORE == GENERAL) add_terms(p, x, s, sequence.head, first_row, n, descale);
-#ifdef MOD
-        if (!is_full(visit)) hide(p, x, s, sequence.head, first_row, n);
+#ifdef HAS_MASK_MOD
+        if (kMaskBits ? !is_full(visit) || ends_in(n) : !is_full(visit)) {
+          if constexpr (kMaskBits)
+            hide(x, bits);
+          else
+            hide(p, x, s, sequence.head, first_row, n);
+        }
 #endif
-        if (key < seen.all_low || key + BLOCK_K > seen.all_high) {
+        if (!kMaskBits && ends_in(n)) {
           if constexpr (PACKED || kChunkTiles != 0) {
             // Made again: through the loop they would take registers.
             int row = load_shared<decltype(WorkTileInfo::range)>(info).row;
@@ -189,6 +211,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
         v_pipe.advance();
       };
 
+      make_mask(visits[last]);  // while Q and K are on their way
       mbarrier_wait(barriers.q_full(row_group), q_phase);
       q_phase ^= 1;
       if constexpr (!kSerial) {
@@ -202,6 +225,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
           // Prologue: S and P of the last tile, while nothing else is in flight.
           Scores x;
           int first_visit = visits[chunk_last];
+          if (kChunkTiles && chunk_last != last) make_mask(first_visit);
           wait_k();
           hold(x);
           issue_s(x);
@@ -225,6 +249,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
           // The body of the hot loop: S and P of tile `n` (`made`), and P V of the tile before it (`before`).
           auto step = [&](int n, Probabilities &before, Probabilities &made) {
             int visit = visits[n];
+            if (!kSeparateP) make_mask(visit);  // where x needs no registers
             // 1. K of this tile, before the turn: whoever has the turn keeps the tensor cores busy.
             wait_k();
             // 2. This warpgroup's turn on the tensor cores.
@@ -246,6 +271,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
             }
             // 5. Both products are issued: the next warpgroup's turn.
             pass_turn();
+            if (kSeparateP) make_mask(visit);
             // 6. Waits for S alone. K's stage is free.
             wgmma_wait<kFloat8 ? kColumnGroups : 1>();
             hold(x);
@@ -302,16 +328,23 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
           };
           int n = chunk_last - 1;
           if constexpr (kSeparateP) {
-            // Unrolled by two: what one step makes lies where the next one reads it, without moves.
-            for (; n > chunk_first; n -= 2) {
-              step(n, y[0], y[1]);
-              step(n - 1, y[1], y[0]);
-            }
-            if (n == chunk_first) {
-              step(n, y[0], y[1]);
-              drain(y[1]);
-            } else {
-              drain(y[0]);
+            // In turns: what one step makes lies where the next one reads it, without moves.
+            if constexpr (kByTwo)
+              for (; n > chunk_first; n -= 2) {
+                step(n, y[0], y[1]);
+                step(n - 1, y[1], y[0]);
+              }
+            while (true) {
+              if (n < chunk_first) {
+                drain(y[0]);
+                break;
+              }
+              step(n--, y[0], y[1]);
+              if (kByTwo || n < chunk_first) {
+                drain(y[1]);
+                break;
+              }
+              step(n--, y[1], y[0]);
             }
           } else {
             for (; n >= chunk_first; --n) step(n, y[0], y[0]);
@@ -352,7 +385,9 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
             release_k();
             if (n == first) release(barriers.q_empty(row_group));
             // 3. Score terms, mask and softmax, under the products of the other warpgroups.
-            finish_scores(x, visits[n]);
+            int visit = visits[n];
+            if (n != last) make_mask(visit);
+            finish_scores(x, visit);
             bool raised = online_softmax_in_place(scale, x, rows, factors, both);
             if constexpr (kBlockScaled) {
               if (raised) rescale(o, factors);

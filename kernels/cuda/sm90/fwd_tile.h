@@ -112,6 +112,10 @@ constexpr bool kWaitEarly = kProducts == 1;
 // there when a row's sum shows that one outgrew its base, so no maximum is computed first: 320 instructions
 // a tile at D = 128, not 380.
 constexpr bool kSeparateP = !kFloat8 && OF_GROUPS == 2 && BLOCK_K + kOwnDims / 2 <= (SCORE == BIAS ? 191 : 192);
+// With it, the loop over tiles takes two steps, and can end between them. Or it takes two at a time, and a third
+// step follows: that kernel is a fifth larger and waits more for instructions. But the other one spills 8 bytes at
+// head_dim 192, and takes 1.04 times as long for 197 keys in tiles of 112.
+constexpr bool kByTwo = HEAD_DIM == 192 || BLOCK_K == 112;
 
 // The largest P after its row's base has been raised, as a power of two. E4M3 goes from 2^-6, below which it
 // loses bits, to 448. So there is hardly room for a base that lags.
@@ -178,42 +182,6 @@ DEVICE void modify(const Params &p, Scores &s, const Sequence &sequence, int hea
         float &x = s[4 * t + 2 * h + i];
         x = modified(place, x * scale, rows.at[h], key0, 0, 8 * t + i);
       }
-#endif
-}
-// Masks what the mask_mod masks. If it loads anything for a key: first a bit for each score, in a loop that is not
-// unrolled all the way. Unrolled, loads for all keys at once spilled, and the code took twice as long to compile.
-DEVICE void hide(const Params &p, Scores &s, const Sequence &sequence, int head, int first_row, int tile) {
-#ifdef HAS_MASK_MOD
-  constexpr int kWords = (kKeyTiles + 15) / 16;
-  ModPlace place(p, sequence.batch, head);
-  TwoRows rows(sequence, first_row);
-  int key0 = first_key(tile);
-  if constexpr (!MASK_LOADS) {
-#pragma unroll
-    for (int t = 0; t < kKeyTiles; ++t)
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        float &x = s[4 * t + n];
-        x = is_seen(place, rows.at[n / 2], key0 + 8 * t + n % 2) ? x : -INFINITY_F;
-      }
-    return;
-  }
-#pragma unroll
-  for (int word = 0; word < kWords; ++word) {
-    unsigned seen[2] = {0, 0};
-#pragma unroll 4
-    for (int t = 0; t < min(16, kKeyTiles - 16 * word); ++t)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          seen[h] |= (unsigned)is_seen(place, rows.at[h], key0 + 8 * (16 * word + t) + i) << (2 * t + i);
-#pragma unroll
-    for (int t = 16 * word; t < min(16 * word + 16, kKeyTiles); ++t)
-#pragma unroll
-      for (int n = 0; n < 4; ++n)
-        s[4 * t + n] = seen[n / 2] >> (2 * t % 32 + n % 2) & 1 ? s[4 * t + n] : -INFINITY_F;
-  }
 #endif
 }
 #endif
@@ -310,6 +278,87 @@ DEVICE void mask_rows(const Params &p, Scores &s, const Sequence &sequence, int 
 DEVICE void mask(const Params &p, Scores &s, const Sequence &sequence, int first_row, int tile) {
   mask_rows(p, s, sequence, tile, [&](int h) { return first_row + 8 * h + lane_index() / 4; });
 }
+
+#ifdef HAS_MASK_MOD
+// Masks what a mask_mod masks.
+DEVICE void hide(const Params &p, Scores &s, const Sequence &sequence, int head, int first_row, int tile) {
+  ModPlace place(p, sequence.batch, head);
+  TwoRows rows(sequence, first_row);
+  int key0 = first_key(tile);
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float &x = s[4 * t + n];
+      x = is_seen(place, rows.at[n / 2], key0 + 8 * t + n % 2) ? x : -INFINITY_F;
+    }
+}
+// Where a mask_mod loads anything for a key, all masks are bits, which need no score: its loads are on their way
+// beside K or the products, and registers hold no scores beside them.
+constexpr bool kMaskBits = MASK_LOADS;
+constexpr int kBitWords = (kKeyTiles + 15) / 16;
+struct SeenBits {
+  unsigned of_row[2][kBitWords];  // bit 2 t + i: key 8 t + i of the lane
+};
+// The bits of keys below `key`.
+DEVICE unsigned bits_below(int key) {
+  int count = key / 8 * 2 + min(key % 8, 2);
+  return key <= 0 ? 0 : count < 32 ? (1u << count) - 1 : ~0u;
+}
+// `cuts`: the mask_mod hides something in the tile; `ends`: what rows see ends or begins in it.
+DEVICE SeenBits seen_bits(const Params &p, const Sequence &sequence, int head, int first_row, int tile, bool cuts,
+                          bool ends) {
+  constexpr int kAtOnce = kKeyTiles % 4 ? 2 : 4;
+  SeenBits bits;
+  int key0 = first_key(tile);
+#pragma unroll
+  for (int word = 0; word < kBitWords; ++word) {
+    int tiles = min(16, kKeyTiles - 16 * word);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) bits.of_row[h][word] = ~0u;
+    if (cuts) {
+      ModPlace place(p, sequence.batch, head);
+      TwoRows rows(sequence, first_row);
+      unsigned seen[2] = {0, 0};
+      // Not unrolled all the way: loads for all keys at once spilled, and the code took twice as long to compile.
+#pragma unroll 1
+      for (int t = 0; t < tiles; t += kAtOnce) {
+        unsigned some[2] = {0, 0};
+#pragma unroll
+        for (int i = 0; i < 2 * kAtOnce; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            some[h] |= is_seen(place, rows.at[h], key0 + 8 * (16 * word + t + i / 2) + i % 2) ? 1u << i : 0;
+        // The first ones end up lowest.
+#pragma unroll
+        for (int h = 0; h < 2; ++h) seen[h] = seen[h] >> 2 * kAtOnce | some[h] << (32 - 2 * kAtOnce);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) bits.of_row[h][word] = seen[h] >> (32 - 2 * tiles);
+    }
+    if (ends) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        int row = first_row + 8 * h + lane_index() / 4, from = key0 + 128 * word;
+        Seen seen = keys_seen(p, sequence, row, row);
+        bits.of_row[h][word] &= bits_below(seen.high - from) & ~bits_below(seen.low - from);
+      }
+    }
+  }
+  return bits;
+}
+DEVICE void hide(Scores &s, const SeenBits &bits) {
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float &x = s[4 * t + n];
+      x = bits.of_row[n / 2][t / 16] >> (2 * t % 32 + n % 2) & 1 ? x : -INFINITY_F;
+    }
+}
+#else
+constexpr bool kMaskBits = false;
+#endif
 
 // The largest scores of this lane, times `to_base_2`.
 DEVICE void find_largest(float to_base_2, const Scores &s, float (&largest)[2], bool both) {
