@@ -12,11 +12,11 @@ over the largest gradient. A process per row compiles; none measures before all 
 one at a time.
 
 ``documents``: the document mask beside ``attention_varlen`` on the same packed documents.
-``first_use``: seconds of the first call with a mask that no code was compiled for, in a process
-that has run another. ``new_tensor``: host µs of a call whose captured tensor is new at each call,
-and of a repeated call. ``lists``: a mask_mod on the triton backend by block lists, and with every
-tile visited. ``--save`` writes ``results/NAME_<gpu>.json``. Without a GPU it runs on the CPU, to
-try the script (``--backend torch --rows 256``).
+``first_use``: seconds of the first call with a mask that no code was compiled for, and of its
+backward, in a process that has run another call and its backward. ``new_tensor``: host µs of a call
+whose captured tensor is new at each call, and of a repeated call. ``lists``: a mask_mod on the
+triton backend by block lists, and with every tile visited. ``--save`` writes
+``results/NAME_<gpu>.json``. Without a GPU it runs on the CPU, to try the script (``--backend torch --rows 256``).
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ def first_use(clock: Clock, dim: int, backend: str) -> list[dict[str, Any]]:
         "documents": {"mask_mod": lambda b, h, i, j: (document[i] == document[j]) & (i < j + new)},
         "softcap": {"score_mod": lambda s, b, h, i, j: new * torch.tanh(s / new)},
     }
-    pyfa.attention(q, k, v, backend=backend)
+    # PyTorch's first backward of a process imports 486 modules.
+    torch.autograd.grad(pyfa.attention(q, k, v, backend=backend), (q, k, v), dout)
     clock.wait()
     found = []
     for name, options in masks.items():
