@@ -16,7 +16,8 @@ one at a time.
 backward, in a process that has run another call and its backward. ``new_tensor``: host µs of a call
 whose captured tensor is new at each call, and of a repeated call. ``lists``: a mask_mod on the
 triton backend by block lists, and with every tile visited. ``--save`` writes
-``results/NAME_<gpu>.json``. Without a GPU it runs on the CPU, to try the script (``--backend torch --rows 256``).
+``results/NAME_<gpu>.json``. Without a GPU it runs on the CPU, to try the script (``--backend
+torch --rows 256``).
 """
 
 from __future__ import annotations
