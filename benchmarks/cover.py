@@ -6,6 +6,11 @@ that has executed something new by taking a few fields of another; where most in
 kernel are left, its cases are tried most. What executes ``--least`` new instructions is kept: in
 ``--out``, a line each, for ``pyfa/conformance/grid_cover.jsonl``. Every case is judged as in
 conformance, so that what fails is printed.
+
+With ``--quick SHARE`` nothing is drawn or run. ``FILE`` is what ``coverage.py --level full --all
+--ran FILE`` keeps. Of the full level's cases, those that execute the most new instructions in the
+least time are written to ``--out``, as lines of the quick level, until the quick level with them
+executes ``SHARE`` of the instructions of all code objects in the wheel.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import heapq
 import json
 import os
 import random
@@ -28,13 +34,16 @@ from processes import Processes
 
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import catalog
+from pyfa.conformance import grid, grid_fp8
 from pyfa.conformance.cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case
 from pyfa.conformance.report import CRASHED, FAILED, PASSED
 from pyfa.emulator import Covered
+from pyfa.problem import FEATURES
 
 _LENGTHS = (0, 1, 7, 16, 17, 33, 63, 64, 65, 96, 127, 128, 129, 200, 256, 257, 300, 513)
 _LONG = (16, 100, 300, 513, 640, 1000, 1024, 1300, 2048, 2100, 3000, 4100)
 _DIMS = (64, 64, 128, 128, 40, 59, 32, 8, 1, 111, 72, 96)
+_LEAST_SECONDS = 0.1  # of a case: what it takes outside of the emulator counts as well
 _HEADS = ((1, 1), (2, 2), (4, 2), (8, 1), (16, 1), (16, 2), (32, 1), (64, 1), (6, 2))
 
 
@@ -137,6 +146,68 @@ class Search:
                 return case
 
 
+def added(
+    ran: list[Ran], quick: set[str], static: dict[str, Covered], share: float
+) -> tuple[list[Ran], float]:
+    """The cases to add to those named ``quick``, and the share of all instructions that both
+    execute. The next one is always the one with the most new instructions in its time."""
+    passed = [one for one in ran if one.status == PASSED]
+    have = executed.addresses([one for one in passed if one.case.name in quick])
+    total = sum(each.static for each in static.values())
+    count = sum(len(have[digest]) for digest in static)
+    left = [one for one in passed if one.case.name not in quick]
+
+    def new_of(one: Ran) -> int:
+        ours = [
+            (have[digest], pcs) for digest, (_, pcs) in one.executed.items() if digest in static
+        ]
+        return sum(len(set(pcs) - places) for places, pcs in ours)
+
+    def place(number: int) -> tuple[float, int]:
+        return -new_of(left[number]) / max(left[number].seconds, _LEAST_SECONDS), number
+
+    # A case never has more new instructions than before: the first one that is still the first
+    # when it is counted again is the best.
+    heap = [place(number) for number in range(len(left))]
+    heapq.heapify(heap)
+    found = []
+    while count < share * total and heap:
+        again = place(heap[0][1])
+        if again != heap[0]:
+            heapq.heapreplace(heap, again)
+            continue
+        if not again[0]:
+            break
+        one = left[heapq.heappop(heap)[1]]
+        count += new_of(one)
+        for digest, (_, pcs) in one.executed.items():
+            have[digest].update(pcs)
+        found.append(one)
+    return found, count / total
+
+
+def line_of(case: Case, level: str) -> str:
+    default = asdict(Case())
+    row = {name: x for name, x in asdict(case).items() if x != default[name]}
+    return json.dumps({"level": level, **row}) + "\n"
+
+
+def add_to_quick(options: argparse.Namespace, ran: list[Ran], static: dict[str, Covered]) -> None:
+    dtypes = mutations.EMULATOR.DTYPES
+    quick = {case.name for case in grid.cases("quick", mutations.EMULATOR.FEATURES, dtypes)}
+    # Other backends may have the case in another float8 format: the line has that of the grid.
+    all_dtypes = tuple(dict.fromkeys((*dtypes, *grid_fp8.FORMATS)))
+    every = grid.cases("full", frozenset(FEATURES), all_dtypes)
+    in_grid = {grid._in_their_float8(case, dtypes).name: case for case in every}
+    ran = [one for one in ran if one.case.name in in_grid]
+    _, before = added(ran, quick, static, 0.0)
+    found, after = added(ran, quick, static, options.quick)
+    seconds = sum(one.seconds for one in found)
+    print(f"{before:.2%} before, {after:.2%} with {len(found)} more cases of {seconds:.0f} s")
+    lines = (line_of(in_grid[one.case.name], "quick") for one in found)
+    options.out.write_text("".join(lines))
+
+
 def run(search: Search, options: argparse.Namespace, end: float) -> int:
     processes = Processes(options.jobs, end, mutations.start)
     running: dict[Any, int] = {}
@@ -174,25 +245,27 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--least", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("cover.jsonl"))
+    parser.add_argument("--quick", type=float, metavar="SHARE", help="add to the quick level: 0.73")
     options = parser.parse_args()
     end = time.monotonic() + options.minutes * 60
     with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
-        plans = catalog.common_plans(TARGET, executed.ARCH)
+        plans = (catalog.all_plans if options.quick else catalog.common_plans)(
+            TARGET, executed.ARCH
+        )
         static = dict(pool.map(executed.static_of, plans))
     ran = executed.read(options.ran)
+    if options.quick:
+        add_to_quick(options, ran, static)
+        return
     search = Search(ran, static, options.seed)
     print("left to look:", round(end - time.monotonic()), "s", flush=True)
     tried = run(search, options, end)
     for row in executed.coverage([*ran, *(one for one, _ in search.kept)], static):
         print(row)
     print(f"{tried} cases tried, {len(search.kept)} kept, bad: {search.bad}")
-    default = asdict(Case())
-    lines = []
     for one, new in search.kept:
         print(f"{new} instructions in {one.seconds:.2f} s: {one.case.name}")
-        row = {name: x for name, x in asdict(one.case).items() if x != default[name]}
-        lines.append(json.dumps({"level": "full", **row}) + "\n")
-    options.out.write_text("".join(lines))
+    options.out.write_text("".join(line_of(one.case, "full") for one, _ in search.kept))
     executed.write(options.out.with_suffix(".xz"), [one for one, _ in search.kept])
 
 

@@ -136,6 +136,18 @@ _TIE = "only the choice between two equally near bf16 values, on exact ties of t
 _DROPOUT = (
     "dropout keeps a word below the threshold; only a random word equal to it, 1 in 2^32, differs"
 )
+_TANH = "tanh has two formulas that agree within rounding where |x| is the edge itself"
+_EQUAL = "the larger, or the smaller, of two equal numbers is either of them"
+_AWAITED = (
+    "the kernel's own wait for all loads (`loaded`), which the compiler does not know of, lies "
+    "between the loads of the queries and this one"
+)
+_POINTS = (
+    "asks one row of eight wrongly whether it sees a key. That a tile is seen is also found by the "
+    "others: the first row that sees a key is the tile's first, or the key's own, and then the key "
+    "before is its own row's. That all of it is seen is found less often: "
+    f"{_MASKED}"
+)
 _CODE: dict[tuple[str, int, int], str] = {
     ("bc3b566455d8", 0x2384, 0xB58300FF):
         "compared is the first lane's thread, a multiple of 64, which 255 is not",
@@ -147,8 +159,7 @@ _CODE: dict[tuple[str, int, int], str] = {
         "the changed field is the data register, which a load does not have",
     ("3939a8754db0", 0x1680, 0xBF080304):
         "the first of two corrections of a division; where they are equal the second one makes it",
-    ("7b57cc356fa3", 0x5B98, 0xD043016A):
-        "tanh has two formulas that agree within rounding where |x| is the edge itself",
+    ("7b57cc356fa3", 0x5B98, 0xD043016A): _TANH,
     ("ee7e51823273", 0x1A34, 0xBF890009): _CLEARS,
     ("ee7e51823273", 0x19A8, 0xBF058204):
         "with two sequences rows of the second count as rows of the first, beyond its length: "
@@ -186,6 +197,46 @@ _CODE: dict[tuple[str, int, int], str] = {
     ("3eb9c8d08d39", 0x5970, 0xD1E20003):
         "the first tile's ratio of scales, times exp2 of the lowest float, which is 0, or times "
         "sums that are still 0",
+    ("7aab0f0ebd01", 0x1F14, 0x220A069F):
+        "both signs are 0: that of a head, and that of v3, which is only set once, to 0",
+    ("e2bc5b4852e2", 0x29F4, 0xBF02801A):
+        "window_left of -1 is read as 2^32 - 1, which is no bound either; with a window more tiles "
+        "are visited, whose keys it hides",
+    ("0cfa9b01ed32", 0x9584, 0x7C8C5328): _EQUAL,
+    ("1545f8e974b8", 0x297C, 0xD3D9401E):
+        "a31 is 0 since 0x295c, which every lane here has executed, and a30 becomes 0 anyway",
+    ("ccc109f24911", 0x334C, 0xBF800000): _AWAITED,
+    ("36ea91010b74", 0x41E0, 0xD043016A): _TANH,
+    ("32e49c3861a0", 0x1F5C, 0x7D8C3B02): _POINTS,
+    ("67c9b1e7ae10", 0x1CD0, 0xD2850002):
+        "only packed tensors have such rows in a call with a gradient, and they count as one batch "
+        "entry: batch is 0",
+    ("705ca0f6d98a", 0x1CC8, 0xD1000002):
+        "the table is of bytes, so that the lower bound becomes 0: less is known, and tiles are "
+        "asked point by point or get a mask",
+    ("3944a0423cba", 0x1848, 0x7DCC0016): _EQUAL,
+    ("06d0e38d3a7c", 0x1AA4, 0xBF05801D):
+        "attention_latent has no window: window_left is -1",
+    ("347c4d7b1f4d", 0x269C, 0x7D8C0A21):
+        "differs at 3 more than a multiple of 4 alone; kernels get multiples of 8, others are "
+        "padded before",
+    ("f6d8f86dea23", 0x1D44, 0xD87E0010):
+        "the first lane of each 16 stores, and the eight lanes of which it reads one hold the same "
+        "sum",
+    ("50f562a297d7", 0x3B14, 0x7D865E84):
+        "the element read in addition is the first of the other half of the head, and is not used",
+    ("471acdaccadc", 0x54C0, 0xB68D00B9):
+        "differs at a head_dim of 185 alone; kernels get multiples of 8, others are padded before",
+    ("7abbddb3a8eb", 0x1FE0, 0xBF03C105):
+        "window_right of -1 is read as 2^32 - 1 and a shift, which is no bound either",
+    ("ccc109f24911", 0x3248, 0xBF800000): _AWAITED,
+    ("71640c498165", 0x2210, 0x180E0707):
+        "one point of four is asked in another row of a table of blocks of 64; the others are in "
+        "the same block and find what is seen. That all is seen is found less often: " + _MASKED,
+    ("32e49c3861a0", 0x2084, 0xD0C10016): _POINTS,
+    ("71640c498165", 0x1B54, 0xBF8900C6):
+        "nothing is known of the range, as where it has too many elements: tiles are asked point "
+        "by point, or get a mask",
 }  # fmt: skip
 
 _SIZE = "another size of tiles, which changes no result but its rounding"

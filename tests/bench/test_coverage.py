@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from pyfa.emulator import Covered
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SLACK = packed(((5, 9), (40, 33)), "varlen", slack=3)  # its gaps are cleared by the kernel `gaps`
 NAMES = (
-    "coverage", "executed", "kernel_cases", "launches", "machine", "machine_faults", "mutations",
-    "processes", "source_lines", "unreached",
+    "cover", "coverage", "executed", "kernel_cases", "launches", "machine", "machine_faults",
+    "mutations", "processes", "source_lines", "unreached",
 )  # fmt: skip
 
 
@@ -129,6 +130,30 @@ def test_cases_take_turns_by_their_kernels(script: Any) -> None:
     assert order[0] == cases[3]
     assert {dict(of)[case] for case in order[1:3]} == {first, frozenset(("b",))}
     assert set(order) == set(cases)
+
+
+def test_the_quick_level_gets_the_cases_with_the_most_new_instructions_in_their_time(
+    script: Any,
+) -> None:
+    cover, ran_of = script("cover"), script("executed").Ran
+
+    def ran(name: str, places: range, seconds: float = 1.0, status: str = "passed") -> Any:
+        return ran_of(replace(Case(), recipe=name), status, seconds, {"a": ("gaps", [*places])}, {})
+
+    quick = ran("plain", range(10))
+    slow, short, rest = ran("big", range(60), 9.0), ran("huge", range(20)), ran("equal", range(70))
+    failed = ran("offset", range(100), 0.1, "failed")
+    static = {"a": Covered("gaps", 80), "b": Covered("gaps", 20)}
+    every = [slow, failed, short, rest, quick]
+    assert cover.added(every, {quick.case.name}, static, 0.1) == ([], 0.1)
+    assert cover.added(every, {quick.case.name}, static, 0.5) == ([rest], 0.7)
+    every.remove(rest)
+    # The first to be chosen leaves less to the others, and what nothing executes stays.
+    assert cover.added(every, {quick.case.name}, static, 0.2) == ([short], 0.2)
+    assert cover.added(every, {quick.case.name}, static, 0.9) == ([short, slow], 0.6)
+    line = json.loads(cover.line_of(quick.case, "quick"))
+    assert line == {"level": "quick"}
+    assert json.loads(cover.line_of(short.case, "quick")) == {"level": "quick", "recipe": "huge"}
 
 
 def test_of_a_code_object_that_no_case_launches_nothing_has_a_reason(

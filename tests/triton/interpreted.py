@@ -57,7 +57,7 @@ CASES = {
              "varlen-fp16-b3-q5,64,33-k97,64,31-h4x2-d320x320-backward", "page_size=16",
              "d259x259", "num_splits=3"),
     "latent": ("h4x1-d576x512", "topk=20", "page_size=16", "d320x256", "num_splits=3",
-               "sinks-slack=3-page_size=7", "cache_dtype"),
+               "sinks-slack=3-page_size=7", "causal-scale=0.05-cache_dtype"),
     # Not of float8: the interpreter takes its NaN for 480.
     "hostile": ("q65-k97-h4x2-d64x64-backward-causal-hostile=k=nan", "sinks-hostile=q=nan",
                 "page_size=16-hostile=q=nan", "num_splits=3-hostile=v=nan",
