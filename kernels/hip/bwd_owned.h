@@ -140,17 +140,20 @@ struct Weights {
 };
 
 #ifdef MOD
-// f(place, row, key, register) of each score.
+// Scores whose mods are computed together: their loads are on their way at once, and parameters are loaded once.
+constexpr int kOfMod = 8;
+// f(place, other, register) for the first of each kOfMod registers; `other`: the row or key that is not owned of
+// register 0. Opaque, or what elements need comes first for all of them: 88 scalar registers spilled.
 template <typename F>
-DEVICE void each_place(const Context &c, int head, int own, int row0, F f) {
+DEVICE void each_place(const Context &c, int head, int row0, F f) {
   ModPlace place(params_again(), c.s.batch, head);
   place.pin_all();
 #pragma unroll
-  for (int r = 0; r < M::kRegisters; ++r) {
+  for (int r = 0; r < M::kRegisters; r += kOfMod) {
     place.captured = captured_of(params_again());
-    int other = row0 + bit_of(r);
-    pin(other);  // or what elements need comes first for all of them: 88 scalar registers spilled
-    f(place, kKeys ? other : own, kKeys ? own : other, r);
+    int other = row0;
+    pin(other);
+    f(place, other, r);
     fence();
   }
 }
@@ -160,19 +163,29 @@ DEVICE void each_place(const Context &c, int head, int own, int row0, F f) {
 DEVICE void modify(Acc &s, float (&slope)[M::kRegisters], unsigned &seen, const Context &c, int head, int own,
                    int row0, bool is_full) {
 #ifdef HAS_SCORE_MOD
-  each_place(c, head, own, row0, [&](const ModPlace &place, int row, int key, int r) {
-    float x = s[r];
-    pin(x);
-    x = modified(place, x, row, key, slope[r]);
-    pin(x);
-    pin(slope[r]);
-    s[r] = x;
+  each_place(c, head, row0, [&](const ModPlace &place, int other, int r) {
+    float x[kOfMod];
+#pragma unroll
+    for (int i = 0; i < kOfMod; ++i) {
+      int at = other + bit_of(r + i);
+      x[i] = modified(place, s[r + i], kKeys ? at : own, kKeys ? own : at, slope[r + i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kOfMod; ++i) {
+      pin(x[i]);
+      pin(slope[r + i]);
+      s[r + i] = x[i];
+    }
   });
 #endif
 #ifdef HAS_MASK_MOD
   if (is_full) return;
-  each_place(c, head, own, row0, [&](const ModPlace &place, int row, int key, int r) {
-    seen = is_seen(place, row, key) ? seen : seen & ~(1u << bit_of(r));
+  each_place(c, head, row0, [&](const ModPlace &place, int other, int r) {
+#pragma unroll
+    for (int i = 0; i < kOfMod; ++i) {
+      int at = other + bit_of(r + i);
+      seen = is_seen(place, kKeys ? at : own, kKeys ? own : at) ? seen : seen & ~(1u << bit_of(r + i));
+    }
     pin(seen);
   });
 #endif
