@@ -31,6 +31,9 @@ constexpr bool kFull = kKeys && (HEAD_DIM + HEAD_DIM_V) * COLUMNS == 512;
 // From 240 on the lane's number is computed again: with it kept, 1 register of 192/128 spilled.
 constexpr bool kTight = kKeys && (HEAD_DIM + HEAD_DIM_V) * COLUMNS >= 320;
 
+static_assert(!TERM || kSoftcapAlone, "the one term that has plans of its own here");
+static_assert(!(GENERAL && TERM), "a plan has one term, or any");
+
 typedef Stream<HEAD_DIM, HEAD_DIM_V, kWaves, kFull> Tiles;
 constexpr int kRowsA = 0;
 constexpr int kRowsC = kRowsA + Tiles::RowsA::kBytes;
@@ -129,10 +132,19 @@ DEVICE void store_sinks(const Context &c, float dots, int head, int row) {
   store_sink_gradient(p, c.s, head, row, dots);
 }
 
-// S becomes P, plain scores.
 DEVICE void exponentiate(Acc &s, const Context &c, const Acc &minus_lse) {
   Acc x = s * c.to_base_2 + minus_lse;
   for (int r = 0; r < M::kRegisters; ++r) s[r] = exp2(x[r]);
+}
+
+// The same with a softcap alone, by whose slope dP is multiplied.
+DEVICE void exponentiate(Acc &s, Acc &dp, const Cap &cap, const Acc &minus_lse) {
+#pragma unroll
+  for (int r = 0; r < M::kRegisters; ++r) {
+    float t = cap.tanh(cap.inverted(cap.raised(s[r])));
+    s[r] = cap.weight(t, minus_lse[r]);
+    dp[r] *= cap.slope(t);
+  }
 }
 
 // The tiles of `pass`, or by list those of one head, in the compiler's own schedule.
@@ -141,6 +153,7 @@ DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[CO
   const Context &c = pass.c;
   Lds lds = pass.lds;
   Tiles &tiles = pass.tiles;
+  Cap cap;
   tiles.load(pass.a, pass.b, pass.first(0), c.streamed());
   tiles.store_rows(lds + kRowsA, lds + kRowsC);
   Acc minus_lse[COLUMNS], minus_delta[COLUMNS];
@@ -173,7 +186,10 @@ DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[CO
       if (GENERAL) {
         dots[n] += differ(dp[n], s[n], weights[n], minus_delta[kKeys ? 0 : n]);
       } else {
-        exponentiate(s[n], c, minus_lse[kKeys ? 0 : n]);
+        if (kSoftcapAlone)
+          exponentiate(s[n], dp[n], cap, minus_lse[kKeys ? 0 : n]);
+        else
+          exponentiate(s[n], c, minus_lse[kKeys ? 0 : n]);
         if (first < pass.mine.all_low || first + kTile > pass.mine.all_high)
           mask(s[n], seen_bits(c, c.own(n), first));
         if (kKeys) round(p_rounded[n], s[n]);

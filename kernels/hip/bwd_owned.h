@@ -111,6 +111,26 @@ DEVICE void mask(Acc &s, unsigned seen) {
   for (int r = 0; r < M::kRegisters; ++r) s[r] = where(seen, bit_of(r), s[r]);
 }
 
+// ---- a softcap alone ----------------------------------------------------------------------------
+
+// Its steps, from S as the product leaves it: e^2y, then 1 / (e^2y + 1), then tanh y, which has an error of 2^-22,
+// then P and the slope.
+struct Cap {
+  float in, out;  // S times `in` is 2 y in base 2; the softcap in base 2
+
+  METHOD Cap() {
+    if (!kSoftcapAlone) return;
+    const Params &p = params_again();
+    in = 2.0f * kLog2E * p.scale / p.softcap;
+    out = p.softcap * kLog2E;
+  }
+  METHOD float raised(float s) const { return exp2(s * in); }
+  static METHOD float inverted(float raised) { return reciprocal(raised + 1.0f); }
+  static METHOD float tanh(float inverted) { return __builtin_fmaf(inverted, -2.0f, 1.0f); }
+  static METHOD float slope(float tanh) { return __builtin_fmaf(-tanh, tanh, 1.0f); }
+  METHOD float weight(float tanh, float minus_lse) const { return exp2(__builtin_fmaf(tanh, out, minus_lse)); }
+};
+
 // ---- scores of every kind -----------------------------------------------------------------------
 
 // Which scores of a product dropout keeps: bit r for register r.

@@ -6,10 +6,6 @@
 #include "bwd_score.h"
 #include "bwd_step.h"
 
-#ifndef TERM
-#define TERM 0
-#endif
-constexpr bool kSinksAlone = TERM == 1, kAlibiAlone = TERM == 2, kSoftcapAlone = TERM == 3;
 static_assert(!(GENERAL && TERM), "a plan has one term, or any");
 constexpr bool kTermOfHead = kSinksAlone || kAlibiAlone;  // which differs between heads
 

@@ -27,6 +27,7 @@ _ALONE: dict[tuple[int, int], tuple[Shape, ...]] = {
     (64, 64): ({"sinks": True}, {"alibi": "batch"}, {"softcap": 20.0}),
     (128, 128): ({"sinks": True}, {"alibi": "batch"}, {"softcap": 20.0}),
     (192, 128): ({"sinks": True},),
+    (256, 256): ({"softcap": 20.0},),
 }
 
 # Keys of decode: a sequence for each way into and out of the unrolled loop over groups of 64 keys.

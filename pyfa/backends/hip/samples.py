@@ -133,8 +133,10 @@ def _backward(plan: Plan) -> Sample:
     alone = {code: name for name, code in backward.TERMS.items()}.get(constants.get("TERM", 0))
     terms = {alone} if alone else set()
     if constants.get("GENERAL"):
-        # In one pass, a softcap alone may have a plan of its own.
-        terms = {"softcap", "alibi"} if one_pass else {"softcap"}
+        # A softcap alone may have a plan of its own.
+        pair = constants["HEAD_DIM"], constants["HEAD_DIM_V"]
+        apart = one_pass or pair in gfx942.TILES.two_pass_terms["softcap"]
+        terms = {"softcap", "alibi"} if apart else {"softcap"}
 
     def run(launch: Launcher, length: int) -> None:
         call = _call(constants, *((length, keys) if keys else (rows, length)))

@@ -89,6 +89,7 @@ class Tiles(NamedTuple):
     two_passes: Mapping[Pair, tuple[Owner, Owner, Owner, Owner]]
     one_pass: Mapping[Pair, tuple[int, int]]
     one_pass_terms: Mapping[str, tuple[Pair, ...]]
+    two_pass_terms: Mapping[str, tuple[Pair, ...]]
 
 
 # LDS holds two tiles of K and two of V: 65,536 B at head_dim 128 and 256. At 256 the accumulators
@@ -199,4 +200,6 @@ TILES = Tiles(
         "alibi": ((64, 64), (128, 128)),
         "softcap": ((64, 64), (128, 128)),
     },
+    # The same of the two-pass backward: where it is the only one.
+    two_pass_terms={"softcap": ((256, 256),)},
 )
