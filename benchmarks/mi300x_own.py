@@ -52,8 +52,8 @@ WIDE = tuple(
 TERMS = tuple(
     f"{LONG} --head-dim {dim} --features backward{terms}"
     for dim, of_dim in {
-        "64": ("", ",sinks", ",alibi", ",softcap", ",softcap,alibi"),
-        "128": ("", ",sinks", ",alibi", ",softcap", ",softcap,alibi"),
+        "64": ("", ",sinks", ",alibi", ",softcap", ",dropout", ",softcap,alibi"),
+        "128": ("", ",sinks", ",alibi", ",softcap", ",dropout", ",softcap,alibi"),
         "192,128": ("", ",sinks", ",softcap,alibi"),
         "256": ("", ",softcap", ",softcap,alibi"),
         "256 --causal": ("", ",softcap", ",softcap,alibi"),

@@ -8,7 +8,8 @@
 #ifndef TERM
 #define TERM 0
 #endif
-constexpr bool kSinksAlone = TERM == 1, kAlibiAlone = TERM == 2, kSoftcapAlone = TERM == 3;
+constexpr bool kSinksAlone = TERM == 1, kAlibiAlone = TERM == 2, kSoftcapAlone = TERM == 3,
+               kDropoutAlone = TERM == 4;
 
 // `x` of lane `from` of the four that this lane is one of.
 template <int from>

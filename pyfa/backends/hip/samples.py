@@ -145,6 +145,8 @@ def _backward(plan: Plan) -> Sample:
             softcap=30.0 if "softcap" in terms else 0.0,
             alibi_slopes=of_heads if "alibi" in terms else None,
             sinks=of_heads if "sinks" in terms else None,
+            dropout_p=0.1 if "dropout" in terms else 0.0,
+            seed=torch.zeros(1, dtype=torch.int64) if "dropout" in terms else None,
             deterministic=not one_pass,
         )
         _run_backward(launch, call)

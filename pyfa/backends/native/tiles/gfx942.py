@@ -199,6 +199,7 @@ TILES = Tiles(
         "sinks": ((64, 64), (128, 128), (192, 128)),
         "alibi": ((64, 64), (128, 128)),
         "softcap": ((64, 64), (128, 128)),
+        "dropout": ((64, 64), (128, 128)),
     },
     # The same of the two-pass backward: where it is the only one.
     two_pass_terms={"softcap": ((256, 256),)},
