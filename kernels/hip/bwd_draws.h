@@ -63,38 +63,40 @@ struct DrawKeys {
   }
 };
 
-// Whether two words are below the threshold: two bits, or two more of `bits`. In one piece, since the compiler puts an
-// s_nop between two of them.
-DEVICE unsigned two_kept(unsigned high, unsigned low, unsigned threshold) {
-  unsigned two;
-  asm volatile(
-      "v_cmp_gt_u32_e32 vcc, %1, %2\n\tv_cndmask_b32_e64 %0, 0, 1, vcc\n\t"
-      "v_cmp_gt_u32_e32 vcc, %1, %3\n\tv_addc_co_u32_e32 %0, vcc, %0, %0, vcc"
-      : "=&v"(two)
-      : "s"(threshold), "v"(high), "v"(low)
-      : "vcc");
-  return two;
-}
-DEVICE void shift_in(unsigned &bits, unsigned high, unsigned low, unsigned threshold) {
-  asm volatile(
-      "v_cmp_gt_u32_e32 vcc, %1, %2\n\tv_addc_co_u32_e32 %0, vcc, %0, %0, vcc\n\t"
-      "v_cmp_gt_u32_e32 vcc, %1, %3\n\tv_addc_co_u32_e32 %0, vcc, %0, %0, vcc"
-      : "+&v"(bits)
-      : "s"(threshold), "v"(high), "v"(low)
-      : "vcc");
-}
+// Which of four words are below the threshold, as lane masks; and a lane's four bits of these. Apart, since a vector
+// instruction reads a scalar register no sooner than two others after a vector instruction has written it.
+struct FourKept {
+  unsigned long long mask[4];
+
+  METHOD void compare(unsigned x0, unsigned x1, unsigned x2, unsigned x3, unsigned threshold) {
+    asm volatile(
+        "v_cmp_gt_u32_e64 %0, %4, %5\n\tv_cmp_gt_u32_e64 %1, %4, %6\n\t"
+        "v_cmp_gt_u32_e64 %2, %4, %7\n\tv_cmp_gt_u32_e64 %3, %4, %8"
+        : "=&s"(mask[3]), "=&s"(mask[2]), "=&s"(mask[1]), "=&s"(mask[0])
+        : "s"(threshold), "v"(x3), "v"(x2), "v"(x1), "v"(x0));
+  }
+  METHOD unsigned bits() {
+    unsigned bits;
+    asm volatile(
+        "v_cndmask_b32_e64 %0, 0, 1, %1\n\tv_addc_co_u32_e64 %0, %2, %0, %0, %2\n\t"
+        "v_addc_co_u32_e64 %0, %3, %0, %0, %3\n\tv_addc_co_u32_e64 %0, %4, %0, %0, %4"
+        : "=&v"(bits), "+s"(mask[3]), "+s"(mask[2]), "+s"(mask[1]), "+s"(mask[0]));
+    return bits;
+  }
+};
 
 // The draws of a step, a tile after the other. `kept`, of a tile: whether the i-th key of the group is kept in the row
 // that was drawn, bit i.
 struct Drawing {
-  static constexpr int kParts = 11;  // of a tile: 9 products, then two words at a time
+  static constexpr int kParts = 11;  // of a tile: 9 products, then what they keep
 
   unsigned long long row, x, y;  // the rows' product; the last two of a round, of its words 0 and 2
   unsigned c1, c3;               // the words that a round passes on
   unsigned long long last;       // x of the round before
+  FourKept words;
 
   // In instructions, of which a product takes as long as four.
-  static constexpr int cost(int part) { return part < 3 ? 4 : part < 9 ? 5 : 6; }
+  static constexpr int cost(int part) { return part < 3 ? 4 : part < 9 ? 5 : part < 10 ? 8 : 4; }
 
   template <typename Keys>
   METHOD void begin(const Keys &keys, int first_row) {
@@ -115,9 +117,10 @@ struct Drawing {
       y = wide_product(keys.times_b, (unsigned)row ^ keys.third_b[n]);
       pin(y);
     } else if (part == 9) {
-      kept = two_kept((unsigned)x, high_of(x) ^ c3 ^ keys.b[2], keys.threshold);
+      unsigned c0 = high_of(y) ^ c1 ^ keys.a[3], c2 = high_of(x) ^ c3 ^ keys.b[2];
+      words.compare(c0, (unsigned)y, c2, (unsigned)x, keys.threshold);
     } else if (part == 10) {
-      shift_in(kept, (unsigned)y, high_of(y) ^ c1 ^ keys.a[3], keys.threshold);
+      kept = words.bits();
     } else if (part % 2) {
       unsigned c0 = high_of(y) ^ c1 ^ keys.a[round];
       c1 = (unsigned)y;

@@ -13,6 +13,7 @@ from pyfa.backends.common.calls import DTYPE_CODES
 from pyfa.backends.hip import backward, code
 from pyfa.conformance.cases import Case
 from pyfa.dispatch import prepare
+from pyfa.emulator import hazards
 from pyfa.problem import Call
 
 # Between them: rows and keys past the edges of tiles, of wavefronts and of workgroups, groups of
@@ -216,7 +217,7 @@ def test_keys_without_rows_have_zero_gradients():
     ids=lambda given: given if isinstance(given, str) else f"{given[0]}x{given[1]}",
 )
 def test_resources(pair, term, dtype):
-    """No spill, no scratch, room for every wavefront of the plan.
+    """No spill, no scratch, room for every wavefront of the plan, no wait state missing.
 
     ``code.build`` refuses spills and LDS beyond 64 KB of every plan that is compiled.
     """
@@ -231,6 +232,7 @@ def test_resources(pair, term, dtype):
         # Registers are addressed by name, and nothing goes to scratch.
         names = set(emulator.load(data).code.names)
         assert not {name for name in names if name.startswith(("scratch_", "s_set_gpr_idx"))}
+        assert hazards.check(data) == []
 
 
 def test_at_most_forty_plans_a_pass():
