@@ -25,8 +25,10 @@ _PAGED = ((64, 64), (128, 128), (256, 256))
 # Score terms whose backward, without other terms, has a kernel of its own, by head dims.
 _ALONE: dict[tuple[int, int], tuple[Shape, ...]] = {
     (64, 64): ({"sinks": True}, {"alibi": "batch"}, {"softcap": 20.0}, {"dropout_p": 0.2}),
+    (96, 96): ({"alibi": "batch"}, {"softcap": 20.0}),
     (128, 128): ({"sinks": True}, {"alibi": "batch"}, {"softcap": 20.0}, {"dropout_p": 0.2}),
     (192, 128): ({"sinks": True},),
+    (192, 192): ({"alibi": "batch"}, {"softcap": 20.0}),
     (256, 256): ({"softcap": 20.0},),
 }
 

@@ -106,6 +106,14 @@ CASES = {
         lengths_q=(66,), lengths_k=(130,), dropout_p=0.2, heads_q=4, sinks=True, recipe="offset",
         backward=True,
     ),
+    "alibi 192": Case(
+        dtype="float16", lengths_q=(70,), lengths_k=(150,), head_dim=192, head_dim_v=184,
+        window=(50, 20), alibi="heads", heads_q=4, heads_k=2, backward=True,
+    ),
+    "softcap 96": Case(
+        lengths_q=(70,), lengths_k=(270,), head_dim=96, head_dim_v=88, softcap=3.0, causal=True,
+        heads_q=4, heads_k=2, backward=True,
+    ),
     "dropout alone": Case(
         lengths_q=(140,), lengths_k=(260,), window=(70, 20), dropout_p=0.2, heads_q=6, heads_k=2,
         recipe="offset", dlse="both", backward=True,
@@ -132,7 +140,7 @@ CASES = {
 
 NIGHT = (
     "192 and 128", "192", "causal, float16", "varlen 96", "float16", "terms 128", "sinks 128",
-    "dropout alone 128",
+    "dropout alone 128", "alibi 192", "softcap 96",
 )  # fmt: skip
 
 # Each: the case that shows it, the exact snippet, what it becomes.
@@ -397,7 +405,7 @@ def test_fault_around_it_is_caught(fault, plant):
 
 @pytest.mark.parametrize(
     "pair",
-    turns.cases([(64, 64), (96, 96), (128, 128)], night=[(96, 96)]),
+    turns.cases([(64, 64), (96, 96), (128, 128), (192, 192)], night=[(96, 96), (192, 192)]),
     ids=lambda pair: f"{pair[0]}",
 )
 @pytest.mark.parametrize(

@@ -197,8 +197,8 @@ TILES = Tiles(
     # Pairs with plans for one score term alone (kernels/hip/bwd_terms.h).
     one_pass_terms={
         "sinks": ((64, 64), (128, 128), (192, 128)),
-        "alibi": ((64, 64), (128, 128)),
-        "softcap": ((64, 64), (128, 128)),
+        "alibi": ((64, 64), (96, 96), (128, 128), (192, 192)),
+        "softcap": ((64, 64), (96, 96), (128, 128), (192, 192)),
         "dropout": ((64, 64), (128, 128)),
     },
     # The same of the two-pass backward: where it is the only one.
