@@ -159,6 +159,17 @@ FAULTS = {
     "softcap alone: LSE of another row": (
         "softcap", "cap.weight(t, minus_lse[r]);", "cap.weight(t, minus_lse[r ^ 1]);",
     ),
+    "reads ahead: rows of a neighbor": (
+        "softcap",
+        "RowTile<dim>::place(row, 2 * i + part)",
+        "RowTile<dim>::place(row ^ 1, 2 * i + part)",
+    ),
+    "reads ahead: the first half of the rows again": (
+        "softcap", "element, i % kHalves * 2 + part)", "element, part)",
+    ),
+    "reads ahead: a step late": (
+        "softcap", "work(i, x[i]);", "work(i, x[i ? i - 1 : 0]);",
+    ),
     "softcap alone: P before the reciprocal": (
         "softcap", "kStages = kSoftcapAlone ? 2 : 0", "kStages = 0",
     ),
