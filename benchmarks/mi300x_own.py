@@ -47,13 +47,18 @@ WIDE = tuple(
     )
 )  # fmt: skip
 
-# One-pass backwards: plain, with one score term, and with two, which the general plan runs.
+# Backwards: plain, with one score term, and with two, which the general plan runs. 256 takes two
+# passes.
 TERMS = tuple(
     f"{LONG} --head-dim {dim} --features backward{terms}"
     for dim, of_dim in {
-        "64": ("", ",sinks", ",alibi", ",softcap", ",softcap,alibi"),
-        "128": ("", ",sinks", ",alibi", ",softcap", ",softcap,alibi"),
+        "64": ("", ",sinks", ",alibi", ",softcap", ",dropout", ",softcap,alibi"),
+        "96": ("", ",alibi", ",softcap", ",softcap,alibi"),
+        "128": ("", ",sinks", ",alibi", ",softcap", ",dropout", ",softcap,alibi"),
         "192,128": ("", ",sinks", ",softcap,alibi"),
+        "192": ("", ",alibi", ",softcap", ",softcap,alibi"),
+        "256": ("", ",softcap", ",softcap,alibi"),
+        "256 --causal": ("", ",softcap", ",softcap,alibi"),
     }.items()
     for terms in of_dim
 )

@@ -28,8 +28,14 @@ constexpr int kTilesV = HEAD_DIM_V / kTile;
 
 // K, V and their gradients take 384 registers.
 constexpr bool kFull = kKeys && (HEAD_DIM + HEAD_DIM_V) * COLUMNS == 512;
+// Reads of LDS come this many ahead of the products that take them, in plans without slots. Left to the compiler, they
+// come right before these: the matrix unit's share was 0.317 in place of 0.564 (256, by the timing model).
+constexpr int kAhead = kFull && !GENERAL ? 3 : 0;
 // From 240 on the lane's number is computed again: with it kept, 1 register of 192/128 spilled.
 constexpr bool kTight = kKeys && (HEAD_DIM + HEAD_DIM_V) * COLUMNS >= 320;
+
+static_assert(!TERM || kSoftcapAlone, "the one term that has plans of its own here");
+static_assert(!(GENERAL && TERM), "a plan has one term, or any");
 
 typedef Stream<HEAD_DIM, HEAD_DIM_V, kWaves, kFull> Tiles;
 constexpr int kRowsA = 0;
@@ -95,9 +101,26 @@ struct Pass {
 
 // ---- operands -----------------------------------------------------------------------------------
 
+// The product of accumulate, with reads kAhead.
+template <int dim, int tiles>
+DEVICE void accumulate_ahead(Acc (&grad)[COLUMNS][tiles], Lds tile, const Rounded &x) {
+  int lane = lane_for<kTight>(), element = lane % kTile, part = lane / kTile;
+  constexpr int kHalves = kFours / 2;
+  auto read = [&](int i) {
+    return lds_read(tile + ColumnTile<dim>::place(i / kHalves * kTile + element, i % kHalves * 2 + part));
+  };
+  each_read<tiles * kHalves, kAhead>(read, [&](int i, const Quad &a) {
+    int t = i / kHalves, j = i % kHalves;
+    for (int n = 0; n < COLUMNS; ++n) {
+      grad[n][t] = M::mma(a.xy, x[n][2 * j], grad[n][t]);
+      grad[n][t] = M::mma(a.zw, x[n][2 * j + 1], grad[n][t]);
+    }
+  });
+}
 // A product over the tile's rows: grad (head x owned).
 template <int dim, int tiles>
 DEVICE void accumulate(Acc (&grad)[COLUMNS][tiles], Lds tile, const Rounded &x) {
+  if constexpr (kAhead) return accumulate_ahead<dim>(grad, tile, x);
   int lane = lane_for<kTight>();
   for (int t = 0; t < tiles; ++t)
     for (int j = 0; j < kFours / 2; ++j) {
@@ -129,10 +152,19 @@ DEVICE void store_sinks(const Context &c, float dots, int head, int row) {
   store_sink_gradient(p, c.s, head, row, dots);
 }
 
-// S becomes P, plain scores.
 DEVICE void exponentiate(Acc &s, const Context &c, const Acc &minus_lse) {
   Acc x = s * c.to_base_2 + minus_lse;
   for (int r = 0; r < M::kRegisters; ++r) s[r] = exp2(x[r]);
+}
+
+// The same with a softcap alone, by whose slope dP is multiplied.
+DEVICE void exponentiate(Acc &s, Acc &dp, const Cap &cap, const Acc &minus_lse) {
+#pragma unroll
+  for (int r = 0; r < M::kRegisters; ++r) {
+    float t = cap.tanh(cap.inverted(cap.raised(s[r])));
+    s[r] = cap.weight(t, minus_lse[r]);
+    dp[r] *= cap.slope(t);
+  }
 }
 
 // The tiles of `pass`, or by list those of one head, in the compiler's own schedule.
@@ -141,6 +173,7 @@ DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[CO
   const Context &c = pass.c;
   Lds lds = pass.lds;
   Tiles &tiles = pass.tiles;
+  Cap cap;
   tiles.load(pass.a, pass.b, pass.first(0), c.streamed());
   tiles.store_rows(lds + kRowsA, lds + kRowsC);
   Acc minus_lse[COLUMNS], minus_delta[COLUMNS];
@@ -159,7 +192,10 @@ DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[CO
     Acc s[COLUMNS], dp[COLUMNS];
     Rounded p_rounded, ds_rounded;
     for (int n = 0; n < COLUMNS; ++n) s[n] = Acc{0};
-    multiply<HEAD_DIM, kFull>(s, lds + kRowsA, x);
+    if constexpr (kAhead)
+      multiply_ahead<HEAD_DIM, kFull, kAhead>(s, lds + kRowsA, x);
+    else
+      multiply<HEAD_DIM, kFull>(s, lds + kRowsA, x);
     Weights weights[COLUMNS];
     if (GENERAL) {
       for (int n = 0; n < COLUMNS; ++n)
@@ -167,13 +203,19 @@ DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[CO
       fence();
     }
     for (int n = 0; n < COLUMNS; ++n) dp[n] = GENERAL ? Acc{0} : minus_delta[kKeys ? 0 : n];
-    multiply<HEAD_DIM_V, kFull>(dp, lds + kRowsC, y);
+    if constexpr (kAhead)
+      multiply_ahead<HEAD_DIM_V, kFull, kAhead>(dp, lds + kRowsC, y);
+    else
+      multiply<HEAD_DIM_V, kFull>(dp, lds + kRowsC, y);
     if (kKeys && GENERAL) minus_delta[0] = load_states(c, pass.states.minus_delta, first);
     for (int n = 0; n < COLUMNS; ++n) {
       if (GENERAL) {
         dots[n] += differ(dp[n], s[n], weights[n], minus_delta[kKeys ? 0 : n]);
       } else {
-        exponentiate(s[n], c, minus_lse[kKeys ? 0 : n]);
+        if (kSoftcapAlone)
+          exponentiate(s[n], dp[n], cap, minus_lse[kKeys ? 0 : n]);
+        else
+          exponentiate(s[n], c, minus_lse[kKeys ? 0 : n]);
         if (first < pass.mine.all_low || first + kTile > pass.mine.all_high)
           mask(s[n], seen_bits(c, c.own(n), first));
         if (kKeys) round(p_rounded[n], s[n]);

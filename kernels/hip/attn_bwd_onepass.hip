@@ -74,6 +74,10 @@ DEVICE void load_transposed(const Context &c, Fixed &x, const Matrix &m, int fir
 DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const Buffers &lds,
                   Scored &scored, General &general, int head, int first) {
   Acc minus_lse = read_four(lds.rows + at.state), minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
+  if (kDropoutAlone) {
+    minus_lse += general.log_scale;
+    minus_delta *= general.keep;
+  }
   Acc s[TILES], dp[TILES];
   for (int n = 0; n < TILES; ++n) {
     s[n] = Acc{0};
@@ -105,6 +109,8 @@ DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const 
     for (int i = 0; i < 2 * TILES; ++i)
       exchange(at, lds.swap, i / 2, i % 2 * 2, scored.general.ds[i / 2][i % 2]);
   }
+  unsigned kept[TILES];
+  if (kDropoutAlone) general.draw(kept, c.sequence(), head, first);
   for (int n = 0; !GENERAL && n < TILES; ++n) {
     unsigned seen = seen_bits(c, c.own(n), first);
     for (int r = 0; r < 4; ++r) {
@@ -117,7 +123,12 @@ DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const 
         slope = 4.0f * (y - y * y);
       }
       scored.p[n][r] = where(seen, r, exp2(x));
-      dp[n][r] *= scored.p[n][r] * slope;
+      if (kDropoutAlone) {
+        dp[n][r] = either(bits_of(kept[n], r), dp[n][r], minus_delta[r]) * scored.p[n][r];
+        scored.p[n][r] = where(kept[n], r, scored.p[n][r]);
+      } else {
+        dp[n][r] *= scored.p[n][r] * slope;
+      }
       if (kSinksAlone) general.sinks.sum += general.sinks.weight(minus_lse[r]) * dp[n][r];
     }
     for (int r = 0; r < 4; r += 2) {

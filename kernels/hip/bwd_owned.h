@@ -53,6 +53,34 @@ DEVICE void load_owned(const Context &c, Quad (&x)[COLUMNS][steps], const Matrix
   }
 }
 
+// work(i, what read(i) reads) for each i below `count`, in this order: reads come `ahead` of these before their use.
+template <int count, int ahead, typename Read, typename Work>
+DEVICE void each_read(Read read, Work work) {
+  Quad x[count];
+#pragma unroll
+  for (int i = 0; i < ahead; ++i) x[i] = read(i);
+  fence();
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    if (i + ahead < count) x[i + ahead] = read(i + ahead);
+    fence();
+    work(i, x[i]);
+    fence();
+  }
+}
+
+// The product of multiply, with reads `ahead`.
+template <int dim, bool again, int ahead, int steps>
+DEVICE void multiply_ahead(Acc (&acc)[COLUMNS], Lds tile, const Quad (&x)[COLUMNS][steps]) {
+  int lane = lane_for<again>(), row = lane % kTile, part = lane / kTile;
+  auto read = [&](int i) { return lds_read(tile + RowTile<dim>::place(row, 2 * i + part)); };
+  each_read<steps, ahead>(read, [&](int i, const Quad &a) {
+    for (int n = 0; n < COLUMNS; ++n) {
+      acc[n] = M::mma(a.xy, x[n][i].xy, acc[n]);
+      acc[n] = M::mma(a.zw, x[n][i].zw, acc[n]);
+    }
+  });
+}
 // A product over the head: acc (tile x owned) of a tile's rows and the owned ones. `again`: see lane_for.
 template <int dim, bool again, int steps>
 DEVICE void multiply(Acc (&acc)[COLUMNS], Lds tile, const Quad (&x)[COLUMNS][steps]) {
@@ -110,6 +138,26 @@ DEVICE void mask(Acc &s, unsigned seen) {
 #pragma unroll
   for (int r = 0; r < M::kRegisters; ++r) s[r] = where(seen, bit_of(r), s[r]);
 }
+
+// ---- a softcap alone ----------------------------------------------------------------------------
+
+// Its steps, from S as the product leaves it: e^2y, then 1 / (e^2y + 1), then tanh y, which has an error of 2^-22,
+// then P and the slope.
+struct Cap {
+  float in, out;  // S times `in` is 2 y in base 2; the softcap in base 2
+
+  METHOD Cap() {
+    if (!kSoftcapAlone) return;
+    const Params &p = params_again();
+    in = 2.0f * kLog2E * p.scale / p.softcap;
+    out = p.softcap * kLog2E;
+  }
+  METHOD float raised(float s) const { return exp2(s * in); }
+  static METHOD float inverted(float raised) { return reciprocal(raised + 1.0f); }
+  static METHOD float tanh(float inverted) { return __builtin_fmaf(inverted, -2.0f, 1.0f); }
+  static METHOD float slope(float tanh) { return __builtin_fmaf(-tanh, tanh, 1.0f); }
+  METHOD float weight(float tanh, float minus_lse) const { return exp2(__builtin_fmaf(tanh, out, minus_lse)); }
+};
 
 // ---- scores of every kind -----------------------------------------------------------------------
 

@@ -4,6 +4,13 @@
 #include "../philox.h"
 #include "../score.h"
 
+// The one score term of a plan that has no other (bwd_terms.h).
+#ifndef TERM
+#define TERM 0
+#endif
+constexpr bool kSinksAlone = TERM == 1, kAlibiAlone = TERM == 2, kSoftcapAlone = TERM == 3,
+               kDropoutAlone = TERM == 4;
+
 // `x` of lane `from` of the four that this lane is one of.
 template <int from>
 DEVICE unsigned of_four(unsigned x) {

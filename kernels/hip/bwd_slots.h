@@ -49,6 +49,8 @@ DEVICE void elements_of(int product, Work work) {
 // Of P, the half that the first products for dV take is rounded at once, the rest among these; of dS
 // of rows, half is made right after dP, half among the first products for dQ, which need it last.
 constexpr int kEarly = M::kRegisters / 2, kEarlyElements = kElements / 2;
+// Of a softcap, three steps come after three products: its exponential, its reciprocal, and P.
+constexpr int kStages = kSoftcapAlone ? 2 : 0;
 // The transposed stores come first, then, in the place of each piece's registers, the loads of the next tile,
 // whose rows are stored well before the barrier that they have to pass.
 // At 64 the loads would come too late (rows: 0.73 to 0.82 of the matrix unit in place of 0.77 to 0.82).
@@ -213,6 +215,7 @@ DEVICE void run_in_slots(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Qua
     minus_lse[n] = load_states(c, pass.states.minus_lse, at);
     start_dp[n] = load_states(c, pass.states.minus_delta, at);
   }
+  Cap cap;
   Acc nothing[COLUMNS];
   for (int n = 0; n < COLUMNS; ++n) nothing[n] = Acc{0};
   // Of this tile, and of that which is loaded beside it.
@@ -241,8 +244,10 @@ DEVICE void run_in_slots(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Qua
     Rounded p_rounded, ds_rounded;
     int after = next_first;
     int cut;  // below 0: the tile is not seen as a whole
+    float steep[COLUMNS][M::kRegisters];  // the softcap's slope
     auto differ_element = [&](int e) {
       int r = register_of(e), n = column_of(e);
+      if (kSoftcapAlone) dp[n][r] *= steep[n][r];
       dp[n][r] *= s[n][r];
       if (r % 2) round_two(ds_rounded[n][r / 4], dp[n], r - 1);
     };
@@ -277,9 +282,25 @@ DEVICE void run_in_slots(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Qua
 #pragma unroll
         for (int i = 0; i < Next::kParts; ++i)
           if (product == turn_of_next(i)) advance(i);
-        elements_of<0, kFirstP, kFirstV>(product, [&](int e) {
+        if (kSoftcapAlone) {
+          elements_of<0, kFirstP, kFirstV - 2>(product, [&](int e) {
+            Acc &x = s[column_of(e)];
+            x[register_of(e)] = cap.raised(x[register_of(e)]);
+          });
+          elements_of<0, kFirstP + 1, kFirstV - 1>(product, [&](int e) {
+            Acc &x = s[column_of(e)];
+            x[register_of(e)] = cap.inverted(x[register_of(e)]);
+          });
+        }
+        elements_of<0, kFirstP + kStages, kFirstV>(product, [&](int e) {
           int r = register_of(e), n = column_of(e);
-          s[n][r] = exp2(s[n][r] * c.to_base_2 + minus_lse[kKeys ? 0 : n][r]);
+          if (kSoftcapAlone) {
+            float t = cap.tanh(s[n][r]);
+            steep[n][r] = cap.slope(t);
+            s[n][r] = cap.weight(t, minus_lse[kKeys ? 0 : n][r]);
+          } else {
+            s[n][r] = exp2(s[n][r] * c.to_base_2 + minus_lse[kKeys ? 0 : n][r]);
+          }
           if (kKeys && r % 2 && r < kEarly) round_two(p_rounded[n][r / 4], s[n], r - 1);
         });
         if (kKeys) {

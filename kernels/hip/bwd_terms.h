@@ -3,15 +3,11 @@
 // and no other, whose work is spread over the products (bwd_turn.h): a backward with sinks takes 0.65 of the time (by
 // the timing model, 64 and 128).
 #pragma once
-#include "bwd_score.h"
+#include "bwd_draws.h"
 #include "bwd_step.h"
 
-#ifndef TERM
-#define TERM 0
-#endif
-constexpr bool kSinksAlone = TERM == 1, kAlibiAlone = TERM == 2, kSoftcapAlone = TERM == 3;
 static_assert(!(GENERAL && TERM), "a plan has one term, or any");
-constexpr bool kTermOfHead = kSinksAlone || kAlibiAlone;  // which differs between heads
+constexpr bool kTermOfHead = kSinksAlone || kAlibiAlone || kDropoutAlone;  // which differs between heads
 
 // What of the sinks' gradient needs the scores: the sum over a head's rows and this wavefront's keys of
 // w P (dP - delta), with w = exp(sink - LSE). dq_convert makes the rest (store_sink_share).
@@ -64,6 +60,11 @@ struct Scoring {
   SinkSum sinks;            // of the score's head
   // Softcap alone: S times `cap_in` is 2 S / softcap in base 2, and `cap_out` is the softcap in base 2.
   float cap_in, cap_out;
+  // Dropout alone. P is made 1 / (1 - p) times as large, by `log_scale` more in its exponent. delta, which is
+  // multiplied by this P, is `keep`, 1 - p, times as large.
+  DrawKeys<tiles> draws;
+  unsigned key;  // the lane's in its group of four
+  float log_scale, keep;
 
   METHOD void begin(const Sequence &s, int first_key, int head) {
     const Params &p = params_again();
@@ -75,6 +76,15 @@ struct Scoring {
       pin(cap_in);
       pin(cap_out);
       pin(place);
+      if (kDropoutAlone) {
+        log_scale = log2(p.dropout_scale);
+        keep = reciprocal(p.dropout_scale);
+        key = lane_index() % 4;
+        pin(log_scale);
+        pin(keep);
+        pin(key);
+        draws.begin(s, M::part() * kMmaPart + lane_index() % 4);
+      }
       seek(s, head);
       return;
     }
@@ -93,6 +103,7 @@ struct Scoring {
   }
   METHOD void seek(const Sequence &s, int head) {
     if (kSinksAlone) sinks.seek(head);
+    if (kDropoutAlone) draws.seek(s, head, first + M::column());
     if (TERM && !kAlibiAlone) return;
     terms.slope = 0.0f;
     if (kAlibiAlone || (kinds & kAlibi)) terms.slope = terms_of(params_again(), s.batch, head, 0).slope;
@@ -148,7 +159,7 @@ struct Scoring {
   }
 
   // Whether dropout keeps row r of tile n: bit r.
-  METHOD void keep(unsigned (&kept)[tiles], const Sequence &s, int head, int row) const {
+  METHOD void draw(unsigned (&kept)[tiles], const Sequence &s, int head, int row) const {
     Dropout dropout(params_again(), s.batch);
 #pragma unroll
     for (int n = 0; n < tiles; ++n) {
@@ -204,7 +215,7 @@ struct Scoring {
     if (kinds & kDropout) {
       float keep_scale = params_again().dropout_scale;
       unsigned kept[tiles];
-      keep(kept, of, head, row);
+      draw(kept, of, head, row);
 #pragma unroll
       for (int n = 0; n < tiles; ++n) {
         float x[4];

@@ -50,6 +50,11 @@ static_assert(kAtEnd + 7 < kProducts, "what the next turn needs comes in this on
 constexpr int kAtCarry = kLate ? kAtBarrier : kProducts - 2 * 2 * TILES;  // or two slots before the end
 constexpr int kAtTurn = kAtCarry - (kLate ? 0 : 2);
 static_assert(at_of(kSlots - 1) - kLead <= kAtTurn, "all columns of this turn are read by then");
+// Where a term differs between heads, the step's row and head come here: draws begin with them.
+constexpr int kAtScore = kDropoutAlone ? 0 : kAtS + 2;
+// Draws come up to here, what they keep behind.
+constexpr int kDrawEnd = kAtCut + 4;
+static_assert(kDrawEnd < kAtEnd - 7, "what the last tile keeps is known before its dS");
 
 // The work after each product. Each kind of work is spread evenly over a range of products. If more comes
 // together than fits between two products, it moves to a product nearby that has room. Spread evenly without
@@ -66,6 +71,9 @@ struct Deal {
   int scaled[kElements] = {}, raised[kElements] = {};  // S to the exponent of 2, and that to P
   int weighed[4] = {};                                 // rows, for the sinks
   int inverted[kElements] = {}, steepened[kElements] = {};  // for the softcap: 1 / (e^x + 1), its slope
+  int drawn[Drawing::kParts * TILES] = {};           // for dropout: parts of draws,
+  int masked[kElements] = {}, dropped[kElements] = {};  // what they keep, and dP to dS with it
+  int first_drawn[kProducts + 1] = {}, most_drawn = 0;  // the first part behind each product, and how many come there
   int differed[kTwos] = {}, halved[kTwos] = {}, given[kTwos] = {};  // dP to dS, to 16 bits, to LDS
 
   // The best product from `least` to `most` for `cost` instructions: near `wanted`, with room.
@@ -97,9 +105,13 @@ struct Deal {
     taken[kAtK - 2] += 1;
     taken[kAtK - 1] += 4;
     taken[kAtQ] += 2;
-    taken[kTermOfHead ? kAtS + 2 : kAtQ + 1] += 3;
+    taken[kTermOfHead ? kAtScore : kAtQ + 1] += 3;
     if (kAlibiAlone) taken[kAtS + 3] += 2;
-    if (kSoftcapAlone) taken[kAtK + 2] += 4;
+    if (kSoftcapAlone || kDropoutAlone) taken[kAtK + 2] += 4;
+    if (kDropoutAlone) {
+      taken[1] += 3;
+      taken[kAtK + 3] += 4;
+    }
     taken[kAtQ + 2] += 4;
     for (int m = kAtTurn; m < kAtCarry; ++m) taken[m] += 2;
     for (int i = 0; i < 2 && !GENERAL; ++i) state[i] = place(kAtS, kAtS - 4, kAtS + 4, 2);
@@ -122,6 +134,19 @@ struct Deal {
       scaled[i] = spread(i, kElements, kAtK + 3, kAtCut - 2, i ? scaled[i - 1] : 0, kAlibiAlone ? 3 : 1);
       raised[i] = place(scaled[i] + 1, scaled[i] + 1, kAtCut - 1, 2);
     }
+    constexpr int kParts = Drawing::kParts;
+    for (int i = 0; i < kParts * TILES && kDropoutAlone; ++i)
+      drawn[i] = spread(i, kParts * TILES, 2, kDrawEnd, i ? drawn[i - 1] : 0, Drawing::cost(i % kParts));
+    for (int m = 0; m < kProducts && kDropoutAlone; ++m) {
+      int end = first_drawn[m];
+      while (end < kParts * TILES && drawn[end] == m) ++end;
+      first_drawn[m + 1] = end;
+      most_drawn = end - first_drawn[m] > most_drawn ? end - first_drawn[m] : most_drawn;
+    }
+    for (int i = 0; i < kElements && kDropoutAlone; ++i) {
+      int last = drawn[i / 4 * kParts + kParts - 1] + 1, wanted = kAtCut + i * (kAtEnd - 4 - kAtCut) / kElements;
+      masked[i] = place(wanted > last ? wanted : last, last, kAtEnd - 6, 2);
+    }
     for (int i = 0; i < 4 && kSinksAlone; ++i)
       weighed[i] = spread(i, 4, kAtK, kAtCut - 1, i ? weighed[i - 1] : 0, 4);
     for (int i = 0; i < kTwos; ++i) {
@@ -129,7 +154,17 @@ struct Deal {
         given[i] = spread(i, kTwos, kAtCut, kAtEnd, i ? given[i - 1] : 0, 2);
         continue;
       }
-      differed[i] = spread(i, kTwos, kAtCut, kAtEnd - 2, i ? differed[i - 1] : 0, kSinksAlone || kSoftcapAlone ? 4 : 2);
+      if (kDropoutAlone) {
+        for (int j = 2 * i; j < 2 * i + 2; ++j) {
+          int least = masked[j] + 1 > kAtCut ? masked[j] + 1 : kAtCut;
+          int wanted = kAtCut + j * (kAtEnd - 2 - kAtCut) / kElements;
+          dropped[j] = place(wanted > least ? wanted : least, least, kAtEnd - 2, 3);
+        }
+        differed[i] = dropped[2 * i] > dropped[2 * i + 1] ? dropped[2 * i] : dropped[2 * i + 1];
+      } else {
+        int cost = kSinksAlone || kSoftcapAlone ? 4 : 2;
+        differed[i] = spread(i, kTwos, kAtCut, kAtEnd - 2, i ? differed[i - 1] : 0, cost);
+      }
       halved[i] = place(differed[i] + 1, differed[i] + 1, kAtEnd - 1, 3);
       given[i] = place(halved[i] + 1, halved[i] + 1, kAtEnd, 2);
     }
@@ -206,6 +241,9 @@ struct Values {
   float distance;          // of row 0 and tile 0, for ALiBi
   float highest[4];        // of a row's exponents with a softcap
   float steep[TILES][4];   // the softcap's slope
+  Drawing drawing;         // for dropout
+  unsigned drawn[TILES];
+  unsigned mask[TILES][4];  // all bits where it keeps
   Quad fragment[kSlots + kCarried];
   int cut;  // below 0: some row of the step does not see some key
 };
@@ -287,7 +325,29 @@ struct Turn {
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i)
       if (m == kDeal.added[i]) add(at, walk, scored.dq, i);
-    if ((GENERAL || kTermOfHead) && m == kAtS + 2) walk.score_on(c, general);
+    if ((GENERAL || kTermOfHead) && m == kAtScore) walk.score_on(c, general);
+    if (kDropoutAlone && m == 1) v.drawing.begin(general.draws, walk.row);
+    // By product: a loop over all parts behind each product, as for other work, is too much to unroll (at 128 the
+    // compiler kept draws in LDS).
+#pragma unroll
+    for (int i = 0; kDropoutAlone && i < kDeal.most_drawn; ++i) {
+      int part = kDeal.first_drawn[m] + i, n = part / Drawing::kParts;
+      if (part < kDeal.first_drawn[m + 1]) v.drawing.draw(v.drawn[n], general.draws, n, part % Drawing::kParts);
+    }
+    if (kDropoutAlone && m == kAtK + 2)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float x = v.minus_lse[r] + general.log_scale;
+        pin(x);
+        v.minus_lse[r] = x;
+      }
+    if (kDropoutAlone && m == kAtK + 3)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float x = v.minus_delta[r] * general.keep;
+        pin(x);
+        v.minus_delta[r] = x;
+      }
     if (kAlibiAlone && m == kAtS + 3) {
       v.distance = general.distance_of(walk.row);
       pin(v.distance);
@@ -338,6 +398,23 @@ struct Turn {
       }
     }
 #pragma unroll
+    for (int i = 0; kDropoutAlone && i < 4 * TILES; ++i) {
+      int n = i / 4, r = i % 4;
+      if (m == kDeal.masked[i]) {
+        unsigned x = all_kept(v.drawn[n], r, general.key);
+        pin(x);
+        v.mask[n][r] = x;
+      }
+      if (m == kDeal.dropped[i]) {
+        float p = scored.p[n][r], x = either(v.mask[n][r], v.dp[n][r], v.minus_delta[r]) * p;
+        p = either(v.mask[n][r], p, 0.0f);
+        pin(x);
+        pin(p);
+        v.dp[n][r] = x;
+        scored.p[n][r] = p;
+      }
+    }
+#pragma unroll
     for (int r = 0; r < 4; ++r)
       if (kSinksAlone && m == kDeal.weighed[r]) {
         float x = general.sinks.weight(v.minus_lse[r]);
@@ -347,7 +424,7 @@ struct Turn {
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i) {
       int n = i / 2, r = i % 2 * 2;
-      if (!GENERAL && m == kDeal.differed[i])
+      if (!GENERAL && !kDropoutAlone && m == kDeal.differed[i])
         for (int j = r; j < r + 2; ++j) {
           float x = v.dp[n][j] * scored.p[n][j];
           if (kSoftcapAlone) x *= v.steep[n][j];

@@ -89,14 +89,16 @@ struct Buffers {
 
 // ---- what a wavefront has -----------------------------------------------------------------------
 
-// An integer that all lanes share and that is seldom needed: with score terms, in a vector register.
+// With score terms, and with dropout's keys, scalar registers are few.
+constexpr bool kScalarsFew = GENERAL || kDropoutAlone;
+// An integer that all lanes share and that is seldom needed: where scalars are few, in a vector register.
 struct Aside {
   int x;
 
   METHOD Aside(int x = 0) : x(x) {
-    if (GENERAL) pin(this->x);
+    if (kScalarsFew) pin(this->x);
   }
-  METHOD operator int() const { return GENERAL ? __builtin_amdgcn_readfirstlane(x) : x; }
+  METHOD operator int() const { return kScalarsFew ? __builtin_amdgcn_readfirstlane(x) : x; }
   METHOD int operator++() { return *this = Aside(*this + 1); }
 };
 

@@ -24,9 +24,12 @@ _OTHERS = ((96, 96), (192, 128), (192, 192), (256, 256))
 _PAGED = ((64, 64), (128, 128), (256, 256))
 # Score terms whose backward, without other terms, has a kernel of its own, by head dims.
 _ALONE: dict[tuple[int, int], tuple[Shape, ...]] = {
-    (64, 64): ({"sinks": True}, {"alibi": "batch"}, {"softcap": 20.0}),
-    (128, 128): ({"sinks": True}, {"alibi": "batch"}, {"softcap": 20.0}),
+    (64, 64): ({"sinks": True}, {"alibi": "batch"}, {"softcap": 20.0}, {"dropout_p": 0.2}),
+    (96, 96): ({"alibi": "batch"}, {"softcap": 20.0}),
+    (128, 128): ({"sinks": True}, {"alibi": "batch"}, {"softcap": 20.0}, {"dropout_p": 0.2}),
     (192, 128): ({"sinks": True},),
+    (192, 192): ({"alibi": "batch"}, {"softcap": 20.0}),
+    (256, 256): ({"softcap": 20.0},),
 }
 
 # Keys of decode: a sequence for each way into and out of the unrolled loop over groups of 64 keys.

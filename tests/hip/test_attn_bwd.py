@@ -13,6 +13,7 @@ from pyfa.backends.common.calls import DTYPE_CODES
 from pyfa.backends.hip import backward, code
 from pyfa.conformance.cases import Case
 from pyfa.dispatch import prepare
+from pyfa.emulator import hazards
 from pyfa.problem import Call
 
 # Between them: rows and keys past the edges of tiles, of wavefronts and of workgroups, groups of
@@ -52,6 +53,11 @@ CASES = {
     "widest": Case(
         lengths_q=(65,), lengths_k=(80,), head_dim=256, head_dim_v=256, window=(20, 3),
         backward=True,
+    ),
+    # A softcap alone, whose plan is of this width.
+    "softcap": Case(
+        lengths_q=(65,), lengths_k=(80,), head_dim=256, head_dim_v=256, softcap=3.0,
+        window=(20, 3), backward=True,
     ),
     "hidden": Case(dtype="float16", lengths_q=(40,), lengths_k=(70,), bias="hidden", backward=True),
     "nothing": Case(lengths_q=(0,), lengths_k=(40,), backward=True),
@@ -138,6 +144,35 @@ FAULTS = {
         "float g = where(w.keep, r, dp[r] * w.keep_scale);",
         "float g = dp[r] * w.keep_scale;",
     ),
+    "softcap alone: slope forgotten where keys are owned": (
+        "softcap", "    dp[r] *= cap.slope(t);\n", "",
+    ),
+    "softcap alone: slope forgotten where rows are owned": (
+        "softcap", "      if (kSoftcapAlone) dp[n][r] *= steep[n][r];\n", "",
+    ),
+    "softcap alone: half of it": (
+        "softcap", "out = p.softcap * kLog2E", "out = 0.5f * p.softcap * kLog2E",
+    ),
+    "softcap alone: tanh of half": (
+        "softcap", "2.0f * kLog2E * p.scale / p.softcap", "kLog2E * p.scale / p.softcap",
+    ),
+    "softcap alone: LSE of another row": (
+        "softcap", "cap.weight(t, minus_lse[r]);", "cap.weight(t, minus_lse[r ^ 1]);",
+    ),
+    "reads ahead: rows of a neighbor": (
+        "softcap",
+        "RowTile<dim>::place(row, 2 * i + part)",
+        "RowTile<dim>::place(row ^ 1, 2 * i + part)",
+    ),
+    "reads ahead: the first half of the rows again": (
+        "softcap", "element, i % kHalves * 2 + part)", "element, part)",
+    ),
+    "reads ahead: a step late": (
+        "softcap", "work(i, x[i]);", "work(i, x[i ? i - 1 : 0]);",
+    ),
+    "softcap alone: P before the reciprocal": (
+        "softcap", "kStages = kSoftcapAlone ? 2 : 0", "kStages = 0",
+    ),
     "sinks of half a row": ("terms", "dots = M::column_sum(dots);", ""),
     "more stored than owned": (
         "varlen",
@@ -182,14 +217,24 @@ def test_keys_without_rows_have_zero_gradients():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "pair", [(64, 64), (96, 96), (192, 128), (256, 256)], ids=lambda pair: f"{pair[0]}x{pair[1]}"
+    ("pair", "term"),
+    [
+        ((64, 64), ""),
+        ((96, 96), ""),
+        ((192, 128), ""),
+        ((256, 256), ""),
+        ((256, 256), "softcap"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else f"{given[0]}x{given[1]}",
 )
-def test_resources(pair, dtype):
-    """No spill, no scratch, room for every wavefront of the plan.
+def test_resources(pair, term, dtype):
+    """No spill, no scratch, room for every wavefront of the plan, no wait state missing.
 
     ``code.build`` refuses spills and LDS beyond 64 KB of every plan that is compiled.
     """
-    for plan in backward.plans_of("hip", pair, DTYPE_CODES[dtype], True, True)[1:]:
+    terms = frozenset({term} - {""})
+    for plan in backward.plans_of("hip", pair, DTYPE_CODES[dtype], True, True, terms=terms)[1:]:
+        assert ("TERM" in dict(plan.constants)) == bool(term)
         data = code.load(plan, "gfx942").data
         kernel = codeobject.parse(data).kernel("attn_bwd")
         assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
@@ -198,6 +243,7 @@ def test_resources(pair, dtype):
         # Registers are addressed by name, and nothing goes to scratch.
         names = set(emulator.load(data).code.names)
         assert not {name for name in names if name.startswith(("scratch_", "s_set_gpr_idx"))}
+        assert hazards.check(data) == []
 
 
 def test_at_most_forty_plans_a_pass():

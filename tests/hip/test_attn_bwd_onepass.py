@@ -20,6 +20,7 @@ from pyfa.backends.native.tiling import kernels_of
 from pyfa.conformance.cases import Case
 from pyfa.device import DEVICES
 from pyfa.dispatch import prepare
+from pyfa.emulator import hazards
 from pyfa.problem import Call, Problem, tensors_of
 from pyfa.sizes import value_at
 from pyfa.traffic import Shape
@@ -105,6 +106,26 @@ CASES = {
         lengths_q=(66,), lengths_k=(130,), dropout_p=0.2, heads_q=4, sinks=True, recipe="offset",
         backward=True,
     ),
+    "alibi 192": Case(
+        dtype="float16", lengths_q=(70,), lengths_k=(150,), head_dim=192, head_dim_v=184,
+        window=(50, 20), alibi="heads", heads_q=4, heads_k=2, backward=True,
+    ),
+    "softcap 96": Case(
+        lengths_q=(70,), lengths_k=(270,), head_dim=96, head_dim_v=88, softcap=3.0, causal=True,
+        heads_q=4, heads_k=2, backward=True,
+    ),
+    "dropout alone": Case(
+        lengths_q=(140,), lengths_k=(260,), window=(70, 20), dropout_p=0.2, heads_q=6, heads_k=2,
+        recipe="offset", dlse="both", backward=True,
+    ),
+    "dropout alone 128": Case(
+        dtype="float16", lengths_q=(70,), lengths_k=(200,), head_dim=128, head_dim_v=120,
+        dropout_p=0.5, backward=True,
+    ),
+    "varlen, dropout": Case(
+        kind="varlen", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), used_q=True, used_k=True,
+        slack=3, heads_q=6, heads_k=2, layout="strided", dropout_p=0.1, backward=True,
+    ),
     "varlen, terms": Case(
         kind="varlen", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), used_q=True, used_k=True,
         slack=3, heads_q=6, heads_k=2, layout="strided", sinks=True, alibi="heads", bias="heads",
@@ -119,6 +140,7 @@ CASES = {
 
 NIGHT = (
     "192 and 128", "192", "causal, float16", "varlen 96", "float16", "terms 128", "sinks 128",
+    "dropout alone 128", "alibi 192", "softcap 96",
 )  # fmt: skip
 
 # Each: the case that shows it, the exact snippet, what it becomes.
@@ -302,6 +324,50 @@ FAULTS |= {
     "softcap alone: LSE of another row": (
         "softcap", "v.highest[r] = v.minus_lse[r]", "v.highest[r] = v.minus_lse[r ^ 1]",
     ),
+    "dropout alone: draws of the same head again": (
+        "dropout alone", "wide_product(kPhiloxB, head + dropout.head_start)",
+        "wide_product(kPhiloxB, dropout.head_start)",
+    ),
+    "dropout alone: draws of the first sequence": (
+        "varlen, dropout", "high_of(x) ^ dropout.batch ^ key_b", "high_of(x) ^ key_b",
+    ),
+    "dropout alone: draws of the step before": (
+        "dropout alone", "begin(general.draws, walk.row)", "begin(general.draws, walk.row - 16)",
+    ),
+    "dropout alone: draws of the first tile": (
+        "dropout alone", "dropout.group_of(key + n * 16)", "dropout.group_of(key)",
+    ),
+    "dropout alone: a round's key again": (
+        "dropout alone", "c1 ^ keys.a[round]", "c1 ^ keys.a[round / 2]",
+    ),
+    "dropout alone: a round's word lost": (
+        "dropout alone", "c3 = (unsigned)last;", "c3 = 0;",
+    ),
+    "dropout alone: two words exchanged": (
+        "dropout alone", "compare(c0, (unsigned)y, c2, (unsigned)x, keys",
+        "compare(c0, (unsigned)y, (unsigned)x, c2, keys",
+    ),
+    "dropout alone: kept of a neighboring key": (
+        "dropout alone", "key = lane_index() % 4;", "key = lane_index() % 4 ^ 1;",
+    ),
+    "dropout alone: kept of another row": (
+        "dropout alone", "of_four<2>(kept) :", "of_four<3>(kept) :",
+    ),
+    "dropout alone: delta unscaled": (
+        "dropout alone", "v.minus_delta[r] * general.keep", "v.minus_delta[r]",
+    ),
+    "dropout alone: P unscaled": (
+        "dropout alone", "v.minus_lse[r] + general.log_scale", "v.minus_lse[r]",
+    ),
+    "dropout alone: dropped P in dV": (
+        "dropout alone", "        p = either(v.mask[n][r], p, 0.0f);\n", "",
+    ),
+    "dropout alone: dropped P in dS": (
+        "dropout alone", "either(v.mask[n][r], v.dp[n][r], v.minus_delta[r]) * p", "v.dp[n][r] * p",
+    ),
+    "dropout alone: first step": (
+        "dropout alone", "either(bits_of(kept[n], r), dp[n][r], minus_delta[r])", "dp[n][r]",
+    ),
 }  # fmt: skip
 
 # Of the kernels around it.
@@ -339,22 +405,24 @@ def test_fault_around_it_is_caught(fault, plant):
 
 @pytest.mark.parametrize(
     "pair",
-    turns.cases([(64, 64), (96, 96), (128, 128)], night=[(96, 96)]),
+    turns.cases([(64, 64), (96, 96), (128, 128), (192, 192)], night=[(96, 96), (192, 192)]),
     ids=lambda pair: f"{pair[0]}",
 )
 @pytest.mark.parametrize(
     "terms", [(), ("softcap", "bias"), *((term,) for term in backward.TERMS)], ids="-".join
 )
 def test_resources(pair, terms):
-    """No spill, no scratch, LDS for a workgroup on a compute unit.
+    """No spill, no scratch, LDS for a workgroup on a compute unit, no wait state missing.
 
     ``code.build`` refuses spills and LDS beyond 64 KB of every plan that is compiled.
     """
     plan = backward.plans_of("hip", pair, 1, bool(terms), False, terms=frozenset(terms))[1]
-    kernel = codeobject.parse(code.load(plan, "gfx942").data).kernel("attn_bwd_onepass")
+    data = code.load(plan, "gfx942").data
+    kernel = codeobject.parse(data).kernel("attn_bwd_onepass")
     assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
     assert kernel.vgprs <= 512
     assert kernel.lds_bytes <= 65536
+    assert hazards.check(data) == []
 
 
 def problem(*features: str, head_dim: int = 128) -> Problem:

@@ -26,7 +26,7 @@ CONVERT_ROWS = 64  # rows of a workgroup of dq_convert.hip
 KEYS, ROWS = 0, 1
 # Score terms that, without others, have plans of the one-pass kernel of their own: their codes
 # (kernels/hip/bwd_terms.h).
-TERMS = {"sinks": 1, "alibi": 2, "softcap": 3}
+TERMS = {"sinks": 1, "alibi": 2, "softcap": 3, "dropout": 4}
 BANDS_AT_256 = (
     "float16 backward of attention_chunk, or of a window with a negative bound, together with "
     "score terms or dropout is not implemented above head_dim 192"
@@ -91,15 +91,16 @@ def plans_of(
     owning keys, then owning rows.
     """
     tiles = tiles_of(arch)
-    if _why_two_passes(tiles, pair, deterministic, mods):
+    two_passes = bool(_why_two_passes(tiles, pair, deterministic, mods))
+    alone = 0 if mods else _alone(tiles, pair, two_passes, terms)
+    general = general and not alone
+    if two_passes:
         sums = _of_rows(backend, "row_sums", dtype, 0)
         keys, rows = (
-            _plan(backend, tiles, pair, dtype, owner, int(general), mods) for owner in (KEYS, ROWS)
+            _plan(backend, tiles, pair, dtype, owner, int(general), alone, mods)
+            for owner in (KEYS, ROWS)
         )
         return sums, keys, rows
-    (term,) = terms if len(terms) == 1 else ("",)
-    alone = TERMS[term] if pair in tiles.one_pass_terms.get(term, ()) else 0
-    general = general and not alone
     constants = {
         "DTYPE": dtype,
         "GENERAL": int(general),
@@ -115,13 +116,20 @@ def plans_of(
     )
 
 
+def _alone(tiles: Tiles, pair: tuple[int, int], two_passes: bool, terms: frozenset[str]) -> int:
+    """Return the code of the one score term if there are plans for it alone, else 0."""
+    (term,) = terms if len(terms) == 1 else ("",)
+    having = tiles.two_pass_terms if two_passes else tiles.one_pass_terms
+    return TERMS[term] if pair in having.get(term, ()) else 0
+
+
 def _of_rows(backend: str, kernel: str, dtype: int, head_dim: int) -> Plan:
     return Plan(backend, f"hip/{kernel}.hip", (("DTYPE", dtype), ("HEAD_DIM", head_dim)))
 
 
 def _plan(
     backend: str, tiles: Tiles, pair: tuple[int, int], dtype: int, owner: int, general: int,
-    mods: str,
+    alone: int, mods: str,
 ) -> Plan:  # fmt: skip
     constants = {
         "DTYPE": dtype,
@@ -130,6 +138,7 @@ def _plan(
         "HEAD_DIM_V": pair[1],
         "OWNS": owner,
         **constants_of(tiles.two_passes[pair][2 * general + owner]),
+        **({"TERM": alone} if alone else {}),
     }
     return lists.listed(plan_with(backend, KERNEL, constants, digest=mods))
 

@@ -133,8 +133,10 @@ def _backward(plan: Plan) -> Sample:
     alone = {code: name for name, code in backward.TERMS.items()}.get(constants.get("TERM", 0))
     terms = {alone} if alone else set()
     if constants.get("GENERAL"):
-        # In one pass, a softcap alone may have a plan of its own.
-        terms = {"softcap", "alibi"} if one_pass else {"softcap"}
+        # A softcap alone may have a plan of its own.
+        pair = constants["HEAD_DIM"], constants["HEAD_DIM_V"]
+        apart = one_pass or pair in gfx942.TILES.two_pass_terms["softcap"]
+        terms = {"softcap", "alibi"} if apart else {"softcap"}
 
     def run(launch: Launcher, length: int) -> None:
         call = _call(constants, *((length, keys) if keys else (rows, length)))
@@ -143,6 +145,8 @@ def _backward(plan: Plan) -> Sample:
             softcap=30.0 if "softcap" in terms else 0.0,
             alibi_slopes=of_heads if "alibi" in terms else None,
             sinks=of_heads if "sinks" in terms else None,
+            dropout_p=0.1 if "dropout" in terms else 0.0,
+            seed=torch.zeros(1, dtype=torch.int64) if "dropout" in terms else None,
             deterministic=not one_pass,
         )
         _run_backward(launch, call)

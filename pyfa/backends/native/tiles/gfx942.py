@@ -89,6 +89,7 @@ class Tiles(NamedTuple):
     two_passes: Mapping[Pair, tuple[Owner, Owner, Owner, Owner]]
     one_pass: Mapping[Pair, tuple[int, int]]
     one_pass_terms: Mapping[str, tuple[Pair, ...]]
+    two_pass_terms: Mapping[str, tuple[Pair, ...]]
 
 
 # LDS holds two tiles of K and two of V: 65,536 B at head_dim 128 and 256. At 256 the accumulators
@@ -170,9 +171,9 @@ TILES = Tiles(
     # scores. Two wavefronts on a SIMD hide each other's vector instructions; there is only one
     # where two would spill. Slots (kernels/hip/bwd_slots.h) keep the matrix unit busy if the vector
     # unit has less to do than the matrix unit. With score terms it has more to do, and fragments
-    # that are read ahead spilled. At head_dim 256, the pass that owns keys has no registers to read
-    # ahead: the matrix unit is busy for 0.25 to 0.29 of the time with slots, and for 0.31 to 0.35
-    # without.
+    # that are read ahead spilled. At head_dim 256, the pass that owns keys has no registers for
+    # slots: the matrix unit is busy for 0.25 to 0.29 of the time with them, and for 0.56 to 0.58
+    # without, with reads from LDS three ahead (``kAhead``).
     two_passes={
         (64, 64): (_SLOTS_TWICE, _SLOTS_TWICE, _1, _1_TWICE),
         (96, 96): (_SLOTS, _SLOTS_TWICE, _1, _1_TWICE),
@@ -196,7 +197,10 @@ TILES = Tiles(
     # Pairs with plans for one score term alone (kernels/hip/bwd_terms.h).
     one_pass_terms={
         "sinks": ((64, 64), (128, 128), (192, 128)),
-        "alibi": ((64, 64), (128, 128)),
-        "softcap": ((64, 64), (128, 128)),
+        "alibi": ((64, 64), (96, 96), (128, 128), (192, 192)),
+        "softcap": ((64, 64), (96, 96), (128, 128), (192, 192)),
+        "dropout": ((64, 64), (128, 128)),
     },
+    # The same of the two-pass backward: where it is the only one.
+    two_pass_terms={"softcap": ((256, 256),)},
 )
