@@ -1,8 +1,9 @@
 """Apply the MI300X timing model to tiles in which a score_mod or mask_mod is computed.
 
-``python benchmarks/mi300x_mods.py [--save]``: clocks in which a workgroup computes one tile, at both
-ends of the model's range (model, not measured), in bfloat16 at head_dim 64 and 128: of the forward,
-64 keys; of the backward's pass that owns keys, and of the one that owns rows, 32 rows or keys.
+``python benchmarks/mi300x_mods.py [--save]``: clocks in which a workgroup computes one tile, at
+both ends of the model's range (model, not measured), in bfloat16 at head_dim 64 and 128: of the
+forward, 64 keys; of the backward's pass that owns keys, and of the one that owns rows, 32 rows or
+keys.
 
 The mods: ``documents``, which compares a value of the row with one of the key, and hides a key in
 each tile, so that none is full; ``window``, which loads nothing, and hides keys in the same way;
