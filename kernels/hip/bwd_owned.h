@@ -189,7 +189,7 @@ struct Weights {
 
 #ifdef MOD
 // Scores whose mods are computed together: their loads are on their way at once, and parameters are loaded once.
-constexpr int kOfMod = 8;
+constexpr int kOfMod = 4;
 // f(place, other, register) for the first of each kOfMod registers; `other`: the row or key that is not owned of
 // register 0. Opaque, or what elements need comes first for all of them: 88 scalar registers spilled.
 template <typename F>

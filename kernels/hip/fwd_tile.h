@@ -361,25 +361,24 @@ DEVICE void each(Scores &s, int n, int key0, F f) {
 
 #ifdef MOD
 // Every score becomes f(place, score, key) of its register. So many registers at a time that what the mod loads is on
-// its way together and its parameters are loaded once, and so few that the comparisons' results fit in scalar
-// registers. By the timing model, a tile of a document mask takes 7,700 clocks at head_dim 128; one register at a time
-// 19,700, eight 8,800, all 32 11,500.
-constexpr int kOfMod = 16;
-template <typename F>
+// its way together and its parameters are loaded once, and so few that the results of a mask's comparisons fit in
+// scalar registers, and a score_mod with RoPE in vector registers. By the timing model, a tile of a document mask takes
+// 7,700 clocks at head_dim 128 with 16 registers at a time; with one 19,700, with eight 8,800, with all 32 11,500.
+template <int kAtOnce, typename F>
 DEVICE void each_of_mod(const Context &c, Scores &s, int n, int first, F f) {
 #pragma unroll
-  for (int i = 0; i < kKeyTiles * M::kRegisters; i += kOfMod) {
+  for (int i = 0; i < kKeyTiles * M::kRegisters; i += kAtOnce) {
     ModPlace place(params_again(), c.work.batch, c.work.head);
     int key0 = first + M::row(0);
     pin(key0);
-    float x[kOfMod];
+    float x[kAtOnce];
 #pragma unroll
-    for (int j = 0; j < kOfMod; ++j) {
+    for (int j = 0; j < kAtOnce; ++j) {
       int t = (i + j) / M::kRegisters, r = (i + j) % M::kRegisters;
       x[j] = f(place, s[t][n][r], key0 + t * MMA + r / 4 * 8 + r % 4);
     }
 #pragma unroll
-    for (int j = 0; j < kOfMod; ++j) {
+    for (int j = 0; j < kAtOnce; ++j) {
       pin(x[j]);
       s[(i + j) / M::kRegisters][n][(i + j) % M::kRegisters] = x[j];
     }
@@ -413,7 +412,7 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
         each(s, n, key0, [&](float x, int) { return x * terms.scale; });
       }
 #ifdef HAS_SCORE_MOD
-      each_of_mod(c, s, n, first, [&](const ModPlace &place, float x, int key) {
+      each_of_mod<8>(c, s, n, first, [&](const ModPlace &place, float x, int key) {
         return modified(place, x, row, key);
       });
 #endif
@@ -431,7 +430,7 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
   constexpr bool kMasked = true;
   for (int n = 0; n < kColumns && !is_full; ++n) {
     int row = min(c.row[n], c.s.rows - 1);
-    each_of_mod(c, s, n, first, [&](const ModPlace &place, float x, int key) {
+    each_of_mod<16>(c, s, n, first, [&](const ModPlace &place, float x, int key) {
       return is_seen(place, row, key) ? x : -INFINITY_F;
     });
   }

@@ -57,6 +57,8 @@ def plan(backend: str, problem: Problem) -> Plan:
     if paged or invariant or _tiles_have_scales(problem, pair):
         score = max(score, GENERAL)
     chosen = _general(tiles, pair, dtype, score, paged)
+    if score == PLAIN and problem.mods:
+        chosen = tiles.forward_mask[pair]
     if score == PLAIN and problem.features <= _SIMPLE and pair in tiles.forward_small:
         chosen = _chosen(problem, chosen, tiles.forward_small[pair])
     found = _plan(backend, chosen, pair, dtype, out, score, paged, notes_of(problem, pair))

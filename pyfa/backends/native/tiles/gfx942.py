@@ -78,6 +78,7 @@ class Tiles(NamedTuple):
     forward: Mapping[Pair, Forward]
     forward_small: Mapping[Pair, Small]
     forward_dropout: Mapping[Pair, Forward]
+    forward_mask: Mapping[Pair, Forward]
     forward_float8: Mapping[Pair, Forward]
     forward_float8_general: Mapping[Pair, Forward]
     forward_float8_paged: Mapping[Pair, Forward]
@@ -132,6 +133,8 @@ TILES = Tiles(
     # At head_dim 192, the registers of the random number generator do not fit if two wavefronts
     # share a SIMD (58 registers spilled).
     forward_dropout=FORWARD | {(192, 192): Forward(32, 4)},
+    # There, neither do those of a mask_mod with block lists (1 register spilled).
+    forward_mask=FORWARD | {(192, 192): Forward(32, 4)},
     forward_float8=_FLOAT8,
     # At head_dim 192, the registers for one scale per key do not fit together with the scores of 64
     # keys (36 vector registers or 1 scalar register spilled).
