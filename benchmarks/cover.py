@@ -7,10 +7,12 @@ kernel are left, its cases are tried most. What executes ``--least`` new instruc
 ``--out``, a line each, for ``pyfa/conformance/grid_cover.jsonl``. Every case is judged as in
 conformance, so that what fails is printed.
 
-With ``--quick SHARE`` nothing is drawn or run. ``FILE`` is what ``coverage.py --level full --all
---ran FILE`` keeps. Of the full level's cases, those that execute the most new instructions in the
-least time are written to ``--out``, as lines of the quick level, until the quick level with them
-executes ``SHARE`` of the instructions of all code objects in the wheel.
+With ``--quick N`` nothing is drawn or run. ``FILE`` is what ``coverage.py --level full --all --ran
+FILE`` keeps. N of the full level's cases are written to ``--out``, as lines of the quick level: the
+next one is always the one worth the most in its time, until they take ``--seconds``. What a case is
+worth is what it executes, in all code objects in the wheel: 1 for an instruction that no case of
+the quick level executes, 0.8 for one that a single case executes, and 0.2 for one of two cases.
+Most planted faults that survive are in code that a single case executes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import collections
 import concurrent.futures
 import heapq
+import itertools
 import json
 import os
 import random
@@ -29,6 +32,7 @@ from typing import Any
 
 import executed
 import mutations
+import numpy as np
 from executed import Ran
 from processes import Processes
 
@@ -43,7 +47,9 @@ from pyfa.problem import FEATURES
 _LENGTHS = (0, 1, 7, 16, 17, 33, 63, 64, 65, 96, 127, 128, 129, 200, 256, 257, 300, 513)
 _LONG = (16, 100, 300, 513, 640, 1000, 1024, 1300, 2048, 2100, 3000, 4100)
 _DIMS = (64, 64, 128, 128, 40, 59, 32, 8, 1, 111, 72, 96)
-_LEAST_SECONDS = 0.1  # of a case: what it takes outside of the emulator counts as well
+# What an instruction is worth to a case that executes it: by how many others do, none to three.
+_WORTH = np.array([1.0, 0.8, 0.2, 0.0])
+_SECONDS_OF_ANY = 1.0  # that any case counts beside its own: the number of cases is limited as well
 _HEADS = ((1, 1), (2, 2), (4, 2), (8, 1), (16, 1), (16, 2), (32, 1), (64, 1), (6, 2))
 
 
@@ -147,43 +153,54 @@ class Search:
 
 
 def added(
-    ran: list[Ran], quick: set[str], static: dict[str, Covered], share: float
-) -> tuple[list[Ran], float]:
-    """The cases to add to those named ``quick``, and the share of all instructions that both
-    execute. The next one is always the one with the most new instructions in its time."""
+    ran: list[Ran], quick: set[str], static: dict[str, Covered], most: int, seconds: float
+) -> tuple[list[Ran], np.ndarray[Any, Any]]:
+    """Up to ``most`` cases to add to those named ``quick``, of no more than ``seconds`` together;
+    and of each instruction that both execute, how many cases do. The next one is always the one
+    worth the most in its time."""
     passed = [one for one in ran if one.status == PASSED]
-    have = executed.addresses([one for one in passed if one.case.name in quick])
-    total = sum(each.static for each in static.values())
-    count = sum(len(have[digest]) for digest in static)
-    left = [one for one in passed if one.case.name not in quick]
+    sizes = collections.Counter[str]()  # in words
+    for one in passed:
+        for digest, (_, pcs) in one.executed.items():
+            if digest in static:
+                sizes[digest] = max(sizes[digest], max(pcs, default=0) // 4 + 1)
+    begins = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    count = np.zeros(sum(sizes.values()), np.uint16)
 
-    def new_of(one: Ran) -> int:
-        ours = [
-            (have[digest], pcs) for digest, (_, pcs) in one.executed.items() if digest in static
-        ]
-        return sum(len(set(pcs) - places) for places, pcs in ours)
+    def places_of(one: Ran) -> np.ndarray[Any, Any]:
+        here = [np.asarray(pcs, np.int64) // 4 + begins[digest]
+                for digest, (_, pcs) in one.executed.items() if digest in static]  # fmt: skip
+        return np.concatenate(here) if here else np.zeros(0, np.int64)
+
+    left = [one for one in passed if one.case.name not in quick]
+    places = [places_of(one) for one in left]
+    for one in passed:
+        if one.case.name in quick:
+            count[places_of(one)] += 1
 
     def place(number: int) -> tuple[float, int]:
-        return -new_of(left[number]) / max(left[number].seconds, _LEAST_SECONDS), number
+        worth = _WORTH[np.minimum(count[places[number]], len(_WORTH) - 1)].sum()
+        return -worth / (left[number].seconds + _SECONDS_OF_ANY), number
 
-    # A case never has more new instructions than before: the first one that is still the first
-    # when it is counted again is the best.
+    # A case is never worth more than before: the first one that is still the first when it is
+    # counted again is the best.
     heap = [place(number) for number in range(len(left))]
     heapq.heapify(heap)
-    found = []
-    while count < share * total and heap:
+    found: list[Ran] = []
+    while len(found) < most and heap:
         again = place(heap[0][1])
         if again != heap[0]:
             heapq.heapreplace(heap, again)
             continue
         if not again[0]:
             break
-        one = left[heapq.heappop(heap)[1]]
-        count += new_of(one)
-        for digest, (_, pcs) in one.executed.items():
-            have[digest].update(pcs)
-        found.append(one)
-    return found, count / total
+        heapq.heappop(heap)
+        one = left[again[1]]
+        if one.seconds <= seconds:
+            seconds -= one.seconds
+            count[places[again[1]]] += 1
+            found.append(one)
+    return found, count[count > 0]
 
 
 def line_of(case: Case, level: str) -> str:
@@ -200,10 +217,13 @@ def add_to_quick(options: argparse.Namespace, ran: list[Ran], static: dict[str, 
     every = grid.cases("full", frozenset(FEATURES), all_dtypes)
     in_grid = {grid._in_their_float8(case, dtypes).name: case for case in every}
     ran = [one for one in ran if one.case.name in in_grid]
-    _, before = added(ran, quick, static, 0.0)
-    found, after = added(ran, quick, static, options.quick)
-    seconds = sum(one.seconds for one in found)
-    print(f"{before:.2%} before, {after:.2%} with {len(found)} more cases of {seconds:.0f} s")
+    total = sum(each.static for each in static.values())
+    _, before = added(ran, quick, static, 0, 0.0)
+    found, after = added(ran, quick, static, options.quick, options.seconds)
+    for name, count in (("before", before), ("with them", after)):
+        once = int((count == 1).sum())
+        print(f"{name}: {len(count) / total:.2%} executed, {once / total:.2%} by a single case")
+    print(f"{len(found)} more cases of {sum(one.seconds for one in found):.0f} s")
     lines = (line_of(in_grid[one.case.name], "quick") for one in found)
     options.out.write_text("".join(lines))
 
@@ -245,7 +265,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--least", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("cover.jsonl"))
-    parser.add_argument("--quick", type=float, metavar="SHARE", help="add to the quick level: 0.73")
+    parser.add_argument("--quick", type=int, metavar="N", help="cases to add to the quick level")
+    parser.add_argument("--seconds", type=float, default=50.0, help="of those of --quick together")
     options = parser.parse_args()
     end = time.monotonic() + options.minutes * 60
     with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:

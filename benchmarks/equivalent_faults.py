@@ -133,6 +133,11 @@ _DIVISION = (
     "(worst_quotient)"
 )
 _TIE = "only the choice between two equally near bf16 values, on exact ties of their rounding"
+_FIRST = "the first of two corrections of a division; where they are equal the second one makes it"
+_SIZES = "a bias has elements of 1, 2 or 4 bytes: more than 3 of them are 4"
+_BYTES = "the table is of bytes: the high words of its bounds are 0"
+_WHOLE = "a tile that is left open is visited with a mask, which hides what a row does not see"
+_SIGN = "the sign of an index or of a number of heads, which is 0"
 _DROPOUT = (
     "dropout keeps a word below the threshold; only a random word equal to it, 1 in 2^32, differs"
 )
@@ -237,6 +242,40 @@ _CODE: dict[tuple[str, int, int], str] = {
     ("71640c498165", 0x1B54, 0xBF8900C6):
         "nothing is known of the range, as where it has too many elements: tiles are asked point "
         "by point, or get a mask",
+    # Of seed 1.
+    ("7ab818302686", 0x4274, 0xBF038313): _SIZES,
+    ("06d0e38d3a7c", 0x5460, 0x7C8D55C9): _EQUAL,
+    ("ae8e994c6019", 0x518C, 0x7D9D4C15): _DROPOUT,
+    ("772b34a53fc0", 0x1860, 0xB59001FF):
+        "compared is the first lane's thread, a multiple of 64, which 511 is not",
+    ("acf07efba6ca", 0x1EFC, 0xD1C80015): _TIE,
+    ("705ca0f6d98a", 0x1BC4, 0xD87E0008): _BYTES,
+    ("7aab0f0ebd01", 0x4690, 0xBF080003): _FIRST,
+    ("06d0e38d3a7c", 0x3178, 0xBF800000): _AWAITED,
+    ("ccc109f24911", 0x6F0C, 0xD1C80007): _TIE,
+    ("ccc109f24911", 0x3768, 0xD0460006): _EQUAL,
+    ("9bea5bd36173", 0x1690, 0xBF081221): _DIVISION,
+    ("6e3cff929222", 0x1B04, 0x92101013): _SIGN,
+    ("ca2f14e55cb8", 0x1928, 0xBF081215): _DIVISION,
+    ("6d853b6fe2df", 0x1A00, 0x9202230B): _SIGN,
+    ("3944a0423cba", 0x17E4, 0xBF083304): _FIRST,
+    ("6bded87916ed", 0x1994, 0xBF080406): _DIVISION,
+    ("11cba3577d07", 0x98F0, 0xD043016A): _TANH,
+    ("f9154cb36da2", 0x1E80, 0xBF058006):
+        "rows in front of the first that sees a key are visited as well; the mask of each score "
+        "hides the key from them",
+    ("32e49c3861a0", 0x1BE0, 0xD86C0040): _WHOLE,
+    ("e6a9436cd890", 0x1E5C, 0xD86C0080): _WHOLE,
+    ("a910b100343d", 0x1EE0, 0xBF870003): _WHOLE,
+    ("d02169065a65", 0x19B4, 0xD0C30008):
+        "differs at 2 more than a multiple of 4 alone; kernels get multiples of 8, others are "
+        "padded before",
+    # Of seed 4.
+    ("347c4d7b1f4d", 0x2200, 0x7C8C0523): _EQUAL,
+    ("7aab0f0ebd01", 0x27EC, 0x7E2C0302):
+        "the cosines behind the last pair, of which nothing is stored",
+    ("9484df9a1451", 0x5464, 0x0AAC9D4E):
+        "the first estimate of a quotient, which the two steps behind it correct",
 }  # fmt: skip
 
 _SIZE = "another size of tiles, which changes no result but its rounding"

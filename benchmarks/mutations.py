@@ -22,8 +22,8 @@ it has been waited for.
 ``--minutes`` is for all of it; what did not run is counted. SIGTERM ends it in the same way.
 ``--ran FILE`` keeps what each case executed, and cases that it has are not run again where no fault
 is to be planted. ``--save`` writes ``results/mutations_hip.json`` (with ``--all``:
-``mutations_hip_all.json``). A result holds for the code objects of which the file has a digest
-(``code``, by kernel).
+``mutations_hip_all.json``; with another seed than 0: ``mutations_hip_seed_1.json``). A result holds
+for the code objects of which the file has a digest (``code``, by kernel).
 """
 
 from __future__ import annotations
@@ -383,7 +383,8 @@ def main() -> None:
             for row in covered[name]:
                 print(name, row)
     found = {"conformance": conformance, "coverage": covered, "code": executed.code_of(static)}
-    for some, results, name in zip(planted, verdicts, ("", "_all"), strict=True):
+    seed = f"_seed_{options.seed}" if options.seed else ""
+    for some, results, name in zip(planted, verdicts, (seed, "_all" + seed), strict=True):
         if some:
             report(results, len(some), name, found, options, time.monotonic() - begin)
 
@@ -460,7 +461,8 @@ def report(
         results = {
             "what": "faults of one instruction in machine code that the level executes",
             "level": options.level, "seed": options.seed,
-            "kinds": options.all if name else "all", "most_launches": options.most,
+            "kinds": options.all if name.startswith("_all") else "all",
+            "most_launches": options.most,
         }  # fmt: skip
         print(machine.save(f"mutations_hip{name}", joined(results, part, name)))
 

@@ -1,11 +1,12 @@
 """Run the current cases on the faults that ``mutations.py`` did not catch.
 
-``python benchmarks/mutations_again.py --ran FILE [--jobs N] [--minutes M] [--save]`` reads
-``results/mutations_hip.json`` and FILE, where ``coverage.py --ran FILE`` has noted what
-each case executes. A survivor that ``equivalent_faults.py`` has a reason for is equivalent. The
-others are tried on the cases of the quick level that execute their place, the quickest ``--most``
-of them. In the place of a survivor whose code object no quick case runs any more, a fault of the
-same kernel and kind is drawn, in code that the cases execute now.
+``python benchmarks/mutations_again.py --ran FILE [--seed S] [--jobs N] [--minutes M] [--save]``
+reads ``results/mutations_hip.json`` (or ``mutations_hip_seed_S.json``) and FILE, where
+``coverage.py --ran FILE`` has noted what each case executes. A survivor that
+``equivalent_faults.py`` has a reason for is equivalent. The others are tried on the cases of the
+quick level that execute their place, the quickest ``--most`` of them. In the place of a survivor
+whose code object no quick case runs any more, a fault of the same kernel and kind is drawn, in code
+that the cases execute now.
 
 ``--save`` notes in each survivor's field ``again`` what catches it now, "equivalent" or "survived",
 for one that was drawn anew also its place, and writes the sums to the field ``again`` of the file.
@@ -36,7 +37,7 @@ from pyfa.backends.native import catalog
 from pyfa.bench.machine import to_text
 from pyfa.conformance.report import PASSED
 
-RESULT = Path(__file__).parent / "results" / "mutations_hip.json"
+RESULTS = Path(__file__).parent / "results"
 EQUIVALENT, SURVIVED = "equivalent", "survived"
 
 
@@ -78,13 +79,16 @@ def images_of(kernels: set[str]) -> dict[str, bytes]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ran", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most", type=int, default=12, help="cases for each")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     begin = time.monotonic()
-    saved = json.loads(RESULT.read_text())
+    seed = f"_seed_{options.seed}" if options.seed else ""
+    result = RESULTS / f"mutations_hip{seed}.json"
+    saved = json.loads(result.read_text())
     names = set(mutations._quick())
     noted = [one for one in executed.read(options.ran)
              if one.case.name in names and one.status == PASSED]  # fmt: skip
@@ -141,7 +145,7 @@ def main() -> None:
             "drawn_anew": len(gone), "caught_or_equivalent": good,
             "environment": bench.environment(), "seconds": round(time.monotonic() - begin),
         }  # fmt: skip
-        RESULT.write_text(to_text(saved) + "\n")
+        result.write_text(to_text(saved) + "\n")
 
 
 # What an earlier time has noted of a survivor.

@@ -57,6 +57,9 @@ _LISTS: tuple[Fields, ...] = (
 )
 _LISTS_SHAPES = ((300, 420), (420, 300), (330, 330))
 
+# Several tiles of rows and of keys, so that wavefronts and lists share what there is of a list.
+_TILES = (129, 300)
+
 # The calls in which ``everywhere`` tests each mod: kinds of calls, and pyfa's own terms and masks.
 _DENSE_WITH: tuple[Fields, ...] = (
     {"causal": True, "dlse": "both"},
@@ -82,6 +85,8 @@ def mods(count: int) -> Iterator[Case]:
     for index, options in enumerate(_MODS):
         for more in range(count):
             dtype, shape = DTYPES[(index + more) % 3], SHAPES[(index + 2 * more) % 4]
+            if index and not more and dtype in HALF and "mask_mod" in options:
+                shape = _TILES
             fields: Fields = {"backward": True, "dlse": ("", "both")[index % 2], **options}
             yield dense(*shape, dtype=dtype, **fields)
             if more:

@@ -132,25 +132,39 @@ def test_cases_take_turns_by_their_kernels(script: Any) -> None:
     assert set(order) == set(cases)
 
 
-def test_the_quick_level_gets_the_cases_with_the_most_new_instructions_in_their_time(
+def test_the_quick_level_gets_the_cases_that_are_worth_the_most_in_their_time(
     script: Any,
 ) -> None:
     cover, ran_of = script("cover"), script("executed").Ran
 
     def ran(name: str, places: range, seconds: float = 1.0, status: str = "passed") -> Any:
-        return ran_of(replace(Case(), recipe=name), status, seconds, {"a": ("gaps", [*places])}, {})
+        executed = {"a": ("gaps", [4 * place for place in places])}
+        return ran_of(replace(Case(), recipe=name), status, seconds, executed, {})
 
     quick = ran("plain", range(10))
     slow, short, rest = ran("big", range(60), 9.0), ran("huge", range(20)), ran("equal", range(70))
     failed = ran("offset", range(100), 0.1, "failed")
     static = {"a": Covered("gaps", 80), "b": Covered("gaps", 20)}
     every = [slow, failed, short, rest, quick]
-    assert cover.added(every, {quick.case.name}, static, 0.1) == ([], 0.1)
-    assert cover.added(every, {quick.case.name}, static, 0.5) == ([rest], 0.7)
+
+    def added(most: int, seconds: float) -> tuple[list[Any], list[int]]:
+        found, count = cover.added(every, {quick.case.name}, static, most, seconds)
+        return found, [int((count == times).sum()) for times in (1, 2, 3)]
+
+    assert added(0, 99.0) == ([], [10, 0, 0])
+    assert added(1, 99.0) == ([rest], [60, 10, 0])
+    # What one case executes is worth less to the next, and what two do still less.
+    assert added(2, 99.0) == ([rest, short], [50, 10, 10])
+    assert added(3, 99.0)[0] == [rest, short, slow]
+    # The time is that of all of them; one that is too slow leaves its place to others.
+    assert added(3, 2.5)[0] == [rest, short]
     every.remove(rest)
-    # The first to be chosen leaves less to the others, and what nothing executes stays.
-    assert cover.added(every, {quick.case.name}, static, 0.2) == ([short], 0.2)
-    assert cover.added(every, {quick.case.name}, static, 0.9) == ([short, slow], 0.6)
+    assert added(1, 99.0)[0] == [short]
+    assert added(9, 99.0) == ([short, slow], [40, 10, 10])
+    # What three cases execute is worth nothing.
+    same = ran("identity", range(10))
+    every.extend((rest, same))
+    assert added(9, 99.0)[0] == [rest, short, slow]
     line = json.loads(cover.line_of(quick.case, "quick"))
     assert line == {"level": "quick"}
     assert json.loads(cover.line_of(short.case, "quick")) == {"level": "quick", "recipe": "huge"}
