@@ -44,8 +44,8 @@ FAULTS = {
     ),
     "slope of the other sign": (BACKWARD, CASES["packed"], "slope *= mine;", "slope *= -mine;"),
     "hidden in forward alone": (
-        BACKWARD, CASES["packed"], "seen = is_seen(place, row, key) ? seen :",
-        "seen = true ? seen :",
+        BACKWARD, CASES["packed"], "seen = is_seen(place, kKeys ? at : own, kKeys ? own : at) ?",
+        "seen = true ?",
     ),
 }  # fmt: skip
 
@@ -68,12 +68,13 @@ SLOPES = replace(
 )  # fmt: skip
 FROM_A_BASE = {
     FORWARD: (
-        "modified(ModPlace(params_again(), c.work.batch, c.work.head), x, row, key)",
-        "modified(ModPlace(params_again(), c.work.batch, c.work.head), x, row - 2, key - 5, 2, %d)",
+        "modified(place, x, row, key);",
+        "modified(place, x, row - 2, key - 5, 2, %d);",
     ),
     BACKWARD: (
-        "modified(place, x, row, key, slope[r])",
-        "modified(place, x, row - 2, key - 5, 2, %d, slope[r])",
+        "modified(place, s[r + i], kKeys ? at : own, kKeys ? own : at, slope[r + i])",
+        "modified(place, s[r + i], (kKeys ? at : own) - 2, (kKeys ? own : at) - 5, 2, %d,"
+        " slope[r + i])",
     ),
 }
 
