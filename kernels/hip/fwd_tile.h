@@ -366,17 +366,20 @@ DEVICE void each(Scores &s, int n, int key0, F f) {
 // 7,700 clocks at head_dim 128 with 16 registers at a time; with one 19,700, with eight 8,800, with all 32 11,500.
 template <int kAtOnce, typename F>
 DEVICE void each_of_mod(const Context &c, Scores &s, int n, int first, F f) {
+  auto key_of = [](int i) { return i / M::kRegisters * MMA + i % M::kRegisters / 4 * 8 + i % 4; };
 #pragma unroll
   for (int i = 0; i < kKeyTiles * M::kRegisters; i += kAtOnce) {
-    ModPlace place(params_again(), c.work.batch, c.work.head);
-    int key0 = first + M::row(0);
+    int key0 = first + M::row(0) + key_of(i);
     pin(key0);
     float x[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      int t = (i + j) / M::kRegisters, r = (i + j) % M::kRegisters;
-      x[j] = f(place, s[t][n][r], key0 + t * MMA + r / 4 * 8 + r % 4);
+      x[j] = s[(i + j) / M::kRegisters][n][(i + j) % M::kRegisters];
+      if (kAtOnce == 1) pin(x[j]);
     }
+    ModPlace place(params_again(), c.work.batch, c.work.head);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) x[j] = f(place, x[j], key0 + key_of(i + j) - key_of(i));
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       pin(x[j]);
@@ -412,7 +415,7 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
         each(s, n, key0, [&](float x, int) { return x * terms.scale; });
       }
 #ifdef HAS_SCORE_MOD
-      each_of_mod<8>(c, s, n, first, [&](const ModPlace &place, float x, int key) {
+      each_of_mod<SCORE == DROPOUT ? 1 : 8>(c, s, n, first, [&](const ModPlace &place, float x, int key) {
         return modified(place, x, row, key);
       });
 #endif
@@ -430,7 +433,7 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
   constexpr bool kMasked = true;
   for (int n = 0; n < kColumns && !is_full; ++n) {
     int row = min(c.row[n], c.s.rows - 1);
-    each_of_mod<16>(c, s, n, first, [&](const ModPlace &place, float x, int key) {
+    each_of_mod<SCORE == DROPOUT ? 1 : 16>(c, s, n, first, [&](const ModPlace &place, float x, int key) {
       return is_seen(place, row, key) ? x : -INFINITY_F;
     });
   }

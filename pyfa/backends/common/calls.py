@@ -12,6 +12,7 @@ DTYPES = ("float16", "bfloat16")
 DTYPE_CODES = {"float16": 0, "bfloat16": 1}
 # Score classes: what a forward is compiled for, beyond masks, which every one has.
 PLAIN, GENERAL, DROPOUT = range(3)
+DROPOUT_TERM = 4  # the code of dropout alone in a HIP backward plan (``TERM``)
 MAX_ROW_STRIDE = 1 << 23  # elements: offsets inside a tile are 32-bit
 
 

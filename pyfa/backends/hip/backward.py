@@ -26,7 +26,7 @@ CONVERT_ROWS = 64  # rows of a workgroup of dq_convert.hip
 KEYS, ROWS = 0, 1
 # Score terms that, without others, have plans of the one-pass kernel of their own: their codes
 # (kernels/hip/bwd_terms.h).
-TERMS = {"sinks": 1, "alibi": 2, "softcap": 3, "dropout": 4}
+TERMS = {"sinks": 1, "alibi": 2, "softcap": 3, "dropout": calls.DROPOUT_TERM}
 BANDS_AT_256 = (
     "float16 backward of attention_chunk, or of a window with a negative bound, together with "
     "score terms or dropout is not implemented above head_dim 192"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ... import mods, sources
 from ...plan import Plan
 from ...problem import Problem, is_banded
-from ..common.calls import DROPOUT
+from ..common.calls import DROPOUT, DROPOUT_TERM
 
 COMMON_HEAD_DIMS = (64, 128)
 
@@ -94,7 +94,7 @@ def is_common(plan: Plan, head_dims: Collection[int] = COMMON_HEAD_DIMS) -> bool
     constants = dict(plan.constants)
     if constants.get("PAGED") or constants.get("PAGE_ROWS") or "KEY_DTYPE" in constants:
         return False
-    if constants.get("SCORE") == DROPOUT:
+    if constants.get("SCORE") == DROPOUT or constants.get("TERM") == DROPOUT_TERM:
         return False
     dim = constants.get("HEAD_DIM")
     return is_for(plan, head_dims) and constants.get("HEAD_DIM_V", dim) == dim
