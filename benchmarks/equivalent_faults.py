@@ -162,8 +162,7 @@ _CODE: dict[tuple[str, int, int], str] = {
     ("bd87198ffbad", 0x631C, 0xD1FF0000): _TIE,
     ("2891b6429b07", 0x1BDC, 0xDC508900):
         "the changed field is the data register, which a load does not have",
-    ("3939a8754db0", 0x1680, 0xBF080304):
-        "the first of two corrections of a division; where they are equal the second one makes it",
+    ("3939a8754db0", 0x1680, 0xBF080304): _FIRST,
     ("7b57cc356fa3", 0x5B98, 0xD043016A): _TANH,
     ("ee7e51823273", 0x1A34, 0xBF890009): _CLEARS,
     ("ee7e51823273", 0x19A8, 0xBF058204):

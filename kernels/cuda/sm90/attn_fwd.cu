@@ -145,10 +145,13 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
 #ifdef HAS_MASK_MOD
       SeenBits bits;
       auto make_mask = [&](int visit) {
-        int n = tile_of(visit);
-        bool cuts = !is_full(visit), ends = ends_in(n);
-        int row = kChunkTiles ? broadcast(load_shared<decltype(WorkTileInfo::range)>(info).row) + first_line : first_row;
-        if (kMaskBits && (cuts || ends)) bits = seen_bits(p, s, sequence.head, row, n, cuts, ends);
+        if constexpr (kMaskBits) {
+          int n = tile_of(visit);
+          bool cuts = !is_full(visit), ends = ends_in(n);
+          int row =
+              kChunkTiles ? broadcast(load_shared<decltype(WorkTileInfo::range)>(info).row) + first_line : first_row;
+          if (cuts || ends) bits = seen_bits(p, s, sequence.head, row, n, cuts, ends);
+        }
       };
 #else
       auto make_mask = [](int) {};
@@ -167,7 +170,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
                                          row_group * (BLOCK_K / 64) * kBiasPanel, warp * 16);
         if constexpr (SCORE == GENERAL) add_terms(p, x, s, sequence.head, first_row, n, descale);
 #ifdef HAS_MASK_MOD
-        if (kMaskBits ? !is_full(visit) || ends_in(n) : !is_full(visit)) {
+        if (!is_full(visit) || (kMaskBits && ends_in(n))) {
           if constexpr (kMaskBits)
             hide(x, bits);
           else

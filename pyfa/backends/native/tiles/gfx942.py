@@ -120,6 +120,7 @@ FORWARD_SMALL = {
 # if each workgroup has a CU of its own. With more keys, it might matter that K and V are read once
 # for 128 rows instead of 256, of which the timing model only counts the bytes.
 SMALL_KEYS = 1024
+_ONE_OF_SIMD = FORWARD | {(192, 192): FORWARD_SMALL[192, 192].tiles}
 # Float8 elements take half the bytes: 65,536 B of LDS at head_dim 256.
 _FLOAT8 = {pair: tiles._replace(block_k=64) for pair, tiles in FORWARD.items()}
 # The two-pass backward: a wavefront owns 32 keys or rows, and a SIMD runs one wavefront or two
@@ -131,10 +132,9 @@ TILES = Tiles(
     forward=FORWARD,
     forward_small=FORWARD_SMALL,
     # At head_dim 192, the registers of the random number generator do not fit if two wavefronts
-    # share a SIMD (58 registers spilled).
-    forward_dropout=FORWARD | {(192, 192): Forward(32, 4)},
-    # There, neither do those of a mask_mod with block lists (1 register spilled).
-    forward_mask=FORWARD | {(192, 192): Forward(32, 4)},
+    # share a SIMD (58 registers spilled), nor do those of a mask_mod with block lists (1 spilled).
+    forward_dropout=_ONE_OF_SIMD,
+    forward_mask=_ONE_OF_SIMD,
     forward_float8=_FLOAT8,
     # At head_dim 192, the registers for one scale per key do not fit together with the scores of 64
     # keys (36 vector registers or 1 scalar register spilled).
