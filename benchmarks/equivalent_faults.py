@@ -153,6 +153,12 @@ _POINTS = (
     "before is its own row's. That all of it is seen is found less often: "
     f"{_MASKED}"
 )
+_ONE_TURN = "this dimension's index is a head or a sequence, one number: its loop has one turn"
+_UNDECIDED = (
+    "a tile that is left undecided is visited with a mask, which hides what a row does not see"
+)
+_BEHIND = "writes what fills a list behind its count, which no kernel reads (lists.h)"
+_NO_WINDOW = "attention_latent has no window: every key is inside of its bounds"
 _CODE: dict[tuple[str, int, int], str] = {
     ("bc3b566455d8", 0x2384, 0xB58300FF):
         "compared is the first lane's thread, a multiple of 64, which 255 is not",
@@ -275,6 +281,50 @@ _CODE: dict[tuple[str, int, int], str] = {
         "the cosines behind the last pair, of which nothing is stored",
     ("9484df9a1451", 0x5464, 0x0AAC9D4E):
         "the first estimate of a quotient, which the two steps behind it correct",
+    # Of seeds 11 and 12.
+    ("d73c5c925a29", 0x7C50, 0x7DC64880): _EQUAL,
+    ("32e49c3861a0", 0x1874, 0xBF021E1F):
+        "one more round where the number of tiles is a multiple of 512: it has no tiles",
+    ("69c9f4ef486f", 0x59E0, 0x96082107):
+        "the high word of dv's head stride times a head; pyfa makes dv, whose heads are head_dim_v "
+        "apart",
+    ("f7ad574c526e", 0x2788, 0xBF89FE9D): _UNDECIDED,
+    ("26c42edac527", 0x1A4C, 0x7E16030B): _ONE_TURN,
+    ("ca3e19e4f120", 0x239C, 0xBF03C109):
+        "window_right of -1 is read as 2^32 - 1, which is no bound either",
+    ("3cfde8b50566", 0x2044, 0xBF850043): _UNDECIDED,
+    ("d02169065a65", 0x1AC4, 0x7C8C0323): _EQUAL,
+    ("0407d7dadbe9", 0x1A48, 0x7E16030B): _ONE_TURN,
+    ("67c9b1e7ae10", 0x1BC4, 0xD2860000):
+        "the second step of a reciprocal, without which it has 22 bits; two corrections follow, "
+        "and the numerator, the pieces of 16 bytes in a row of all heads, has 22 bits up to 64 MB",
+    ("ccc109f24911", 0x34D0, 0xBF033130): _NO_WINDOW,
+    ("67c9b1e7ae10", 0x19D0, 0xDC508004):
+        "a row is taken for one of an earlier sequence, beyond whose length it lies: " + _CLEARS,
+    ("6ef25b16fbe6", 0x41F8, 0xD285003A): "the signs of two places, both of which are 0",
+    ("67c9b1e7ae10", 0x1D90, 0x7D921E08): _FIRST,
+    ("6c8188f8da5b", 0x2A70, 0xBF840017):
+        "tiles in front of the first that is seen are visited as well; the mask of each score "
+        "hides them",
+    ("7ab818302686", 0x5654, 0x7D9C7407): _DROPOUT,
+    ("7a3ca7a3788f", 0x9454, 0xD285002B):
+        "a place's sign times a stride, and the stride's high word before it: pyfa makes dbias, "
+        "whose rows are fewer than 2^32 elements apart; both products are 0",
+    ("772b34a53fc0", 0x18B8, 0xD0CD0000): "the other lanes store the same number",
+    ("0407d7dadbe9", 0x1C28, 0xD87E0010): _BYTES,
+    ("772b34a53fc0", 0x2494, 0xBF89FE5B): _UNDECIDED,
+    ("ccc109f24911", 0x36B4, 0xD0C1000C): _NO_WINDOW,
+    ("71640c498165", 0x2658, 0xBF890051): _BEHIND,
+    ("b0ff6d312b4e", 0x6314, 0xB68A0079):
+        "differs at a head_dim of 121 alone; kernels get multiples of 8, others are padded before",
+    ("8c7e7592f8b8", 0x1E50, 0xBF890051): _BEHIND,
+    ("7aab0f0ebd01", 0x1C2C, 0xBF08000A): _DIVISION,
+    ("67d9027d78b0", 0x5F78, 0xD043016A): _TANH,
+    ("06d0e38d3a7c", 0x6128, 0x7D920815): _FIRST,
+    ("9bfbea36209c", 0x1EB4, 0x7DCC1900): _EQUAL,
+    ("0e7ef4695bb3", 0x78DC, 0xBF038310): _SIZES,
+    ("72e2ea34ff84", 0x603C, 0xBF038307): _SIZES,
+    ("67c9b1e7ae10", 0x1C0C, 0x7D921E07): _FIRST,
 }  # fmt: skip
 
 _SIZE = "another size of tiles, which changes no result but its rounding"

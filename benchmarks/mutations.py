@@ -65,7 +65,7 @@ from pyfa.emulator.text import text_of
 
 EMULATOR: Any = BACKENDS["emulator"]
 _MOST_INSTRUCTIONS = 1 << 22  # of a wavefront: a fault may make a loop without end
-_MOST_OF_FULL = 30  # cases that a survivor is tried on, in the order of their names' digests
+_MOST_OF_FULL = 100  # cases that a survivor is tried on, in the order of their names' digests
 _prepare = pyfa.emulator.prepare
 _programs = runtime_emulator.program
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..problem import FEATURES, NARROW
 
 KINDS = ("dense", "varlen", "kvcache", "latent")
-RECIPES = ("plain", "growing", "huge", "equal", "offset", "big", "identity")
+RECIPES = ("plain", "growing", "huge", "equal", "offset", "big", "identity", "mixed")
 # Inputs that are hard only for a float8 P, and float8 queries and keys that were rotated.
 FLOAT8_RECIPES = ("sink", "needle", "rotated")
 LAYOUTS = ("contiguous", "strided", "heads_first", "unaligned", "gapped")

@@ -42,7 +42,7 @@ _DIMS = (1, 8, 40, 59, 64, 80, 96, 111, 128, 192, 256)
 # Around the edges of tiles of 16, 32, 64, 128 and 256; 513 passes those of 512.
 _EDGES = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
 _LONG = (*_EDGES, 513)
-_VALUES = tuple(recipe for recipe in RECIPES if recipe != "identity")
+_VALUES = tuple(recipe for recipe in RECIPES if recipe not in ("identity", "mixed"))
 
 # Options of the score function and of the heads, each alone.
 _ALONE: tuple[Fields, ...] = (

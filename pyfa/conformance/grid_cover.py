@@ -97,8 +97,8 @@ _FAULTS: tuple[Mapping[str, Any], ...] = (
         {"kind": "latent", "lengths_q": (5, 5), "lengths_k": (48, 200), "heads_k": 1,
          "head_dim": 192, "head_dim_v": 128, "scale": 192**-0.5, "slack": 64, "num_splits": 5,
          "recipe": "huge", "layout": "unaligned"},
-        {"kind": "kvcache", "lengths_q": (1, 1), "lengths_k": (1100, 300), "heads_q": 3,
-         "heads_k": 1, "head_dim": 128, "head_dim_v": 128, "num_splits": 33},
+        {"kind": "kvcache", "lengths_q": (7, 7), "lengths_k": (1100, 300), "heads_q": 8,
+         "heads_k": 1, "head_dim": 128, "head_dim_v": 128, "num_splits": 33, "recipe": "mixed"},
     )),
     # Pairs to rotate that end in a piece of 2, 3, 5, 6 and 7, none of them aligned. Of 24 heads of
     # three pieces, a wavefront has a part of one.
@@ -106,6 +106,9 @@ _FAULTS: tuple[Mapping[str, Any], ...] = (
        "heads_q": 24, "heads_k": 24, "head_dim": dim, "head_dim_v": dim, "causal": True,
        "new_keys": 2, "rotary": rotary, "layout": "unaligned"}
       for half in HALF for rotary in ("halves", "interleaved") for dim in (36, 38, 42, 44, 46)),
+    *({"kind": "kvcache", "dtype": half, "lengths_q": (2, 2), "lengths_k": (9, 20), "heads_k": 1,
+       "head_dim": 46, "head_dim_v": 46, "causal": True, "new_keys": 2, "rotary": "halves"}
+      for half in HALF),
     # Rows of no sequence, of as many heads as threads clear a row.
     {"kind": "varlen", "lengths_q": (5, 9), "lengths_k": (7, 20), "heads_q": 16, "heads_k": 16,
      "backward": True, "slack": 3},

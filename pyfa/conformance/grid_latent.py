@@ -60,7 +60,14 @@ _MANY: tuple[Mapping[str, Any], ...] = (
 # More than 80 lines a sequence, for which gfx942 has another kernel: keys of several rounds of its
 # slots and of a list, and causal rows over splits that end within a tile and a page.
 _LINES: tuple[Mapping[str, Any], ...] = (
-    {"lengths": ((1,), (90,)), "heads_q": 100, "topk": 70, "num_splits": 1, "recipe": "growing"},
+    {
+        "lengths": ((1,), (90,)),
+        "heads_q": 100,
+        "topk": 70,
+        "num_splits": 1,
+        "recipe": "growing",
+        "used_q": True,
+    },
     {
         "lengths": ((2,), (45,)),
         "heads_q": 45,

@@ -29,7 +29,14 @@ _MODS: tuple[Fields, ...] = (
     {"score_mod": "alibi", "causal": True},
     {"score_mod": "softcap", "bias": "full", "alibi": "heads", "softcap": 5.0},
     {"score_mod": "gated"},
-    {"score_mod": "bounded", "mask_mod": "documents", "sinks": True, "scale": -0.2},
+    # Its scores are squared.
+    {
+        "score_mod": "bounded",
+        "mask_mod": "documents",
+        "sinks": True,
+        "scale": -0.2,
+        "recipe": "plain",
+    },
     {"mask_mod": "dilated", "attention_chunk": 24},
     # If a backend shifts rows for a window, mods must still receive the original positions.
     {"score_mod": "alibi", "mask_mod": "strided", "window": (40, -9)},
@@ -58,7 +65,7 @@ _LISTS: tuple[Fields, ...] = (
 _LISTS_SHAPES = ((300, 420), (420, 300), (330, 330))
 
 # Several tiles of rows and of keys, so that wavefronts and lists share what there is of a list.
-_TILES = (129, 300)
+_TILES = (300, 420)
 
 # The calls in which ``everywhere`` tests each mod: kinds of calls, and pyfa's own terms and masks.
 _DENSE_WITH: tuple[Fields, ...] = (
@@ -85,9 +92,9 @@ def mods(count: int) -> Iterator[Case]:
     for index, options in enumerate(_MODS):
         for more in range(count):
             dtype, shape = DTYPES[(index + more) % 3], SHAPES[(index + 2 * more) % 4]
-            if index and not more and dtype in HALF and "mask_mod" in options:
-                shape = _TILES
             fields: Fields = {"backward": True, "dlse": ("", "both")[index % 2], **options}
+            if not more and dtype in HALF and "mask_mod" in options:
+                shape, fields = _TILES, {"recipe": "mixed", **fields}
             yield dense(*shape, dtype=dtype, **fields)
             if more:
                 forward = {**options, "captured_grad": False}
@@ -134,7 +141,9 @@ def everywhere(names: tuple[str, ...] = (*MASKS, *SCORES)) -> Iterator[Case]:
 
 
 def quick() -> Iterator[Case]:
-    """Yield one case of ``everywhere`` for each of a few mods."""
+    """Yield one case like those of ``everywhere`` for each of a few mods, with several tiles."""
     for number, name in enumerate(_QUICK):
-        cases = [case for case in everywhere((name,)) if case.backward]
-        yield cases[2 * number % len(cases)]
+        mod: Fields = {"mask_mod" if name in MASKS else "score_mod": name}
+        options = _DENSE_WITH[2 * number % len(_DENSE_WITH)]
+        yield dense(*_TILES, dtype=HALF[number % 2], backward=True, recipe="mixed", **mod,
+                    **options)  # fmt: skip

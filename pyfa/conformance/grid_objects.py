@@ -3,7 +3,9 @@
 Each head_dim, dtype, tile and class of score terms is a code object of its own: the same source,
 compiled once more. Cases of other families execute most of those of head_dim 64 and 128. These do
 the same for the head dims 96, 192 and 256, for float8 caches, for pages in prefill and for dropout.
-Each case has many features at once, so that few cases reach the branches of each object.
+Each case has many features at once, so that few cases reach the branches of each object. Most of
+them have the recipe "mixed": their code runs in few cases, and wrong code has to change a result
+there.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ _ALONE: dict[tuple[int, int], tuple[Shape, ...]] = {
     (256, 256): ({"softcap": 2.0},),
 }
 
-# Keys of decode: a sequence for each way into and out of the unrolled loop over groups of 64 keys.
-# A wavefront has up to 4 groups in flight, and up to 8 of float8.
-_KEYS = (1, 65, 130, 190, 257, 321, 390, 450, 513, 577, 640, 705, 770, 830)
-_FLOAT8_KEYS = (1, 65, 190, 257, 450, 577, 960, 1025, 1400, 1990)
+# Keys of decode: a sequence for each way into and out of the unrolled loop over groups of 64 keys,
+# and one that has none. A wavefront has up to 4 groups in flight, and up to 8 of float8.
+_KEYS = (1, 65, 130, 190, 257, 321, 390, 450, 513, 577, 640, 705, 770, 830, 0)
+_FLOAT8_KEYS = (1, 65, 190, 257, 450, 577, 960, 1025, 1400, 1990, 0)
 # Rows of 8 heads that share a KV head: one, two and four products of 16 rows.
 _ROWS = (1, 3, 7)
 # Rows and query heads of a KV head, for divisors that are not powers of two: one, two and four
@@ -48,15 +50,37 @@ _THREES: Shape = {"heads_q": 24, "heads_k": 12}
 _GROUPS: Shape = {"heads_q": 6, "heads_k": 2}
 # A softcap that flattens some scores and not others: tanh has a formula for each.
 _CAPPED: Shape = {"softcap": 2.0, "alibi": "heads"}
-_LENGTHS: Lengths = ((65, 0, 33), (200, 33, 97))
+# 142 more keys than rows: causal rows see all of a tile's keys from row 1 of a step of 16 on.
+_LENGTHS: Lengths = ((65, 0, 33, 20), (207, 33, 97, 0))
 _SHORT: Lengths = ((5, 9), (7, 20))
+_LONE: Lengths = ((9,), (20,))
 _SPLIT: Lengths = ((65, 40), (700, 130))
 
 
+# The least head_dim that runs on the tiles of each head_dim.
+_LEAST = {64: 8, 96: 72, 128: 104, 192: 136, 256: 200}
+
+
 def full() -> Iterator[Case]:
+    for turn, case in enumerate(_cases()):
+        short = case.lengths_q in (_SHORT[0], _LONE[0])
+        yield _narrower(case, turn) if short else case
+
+
+def _narrower(case: Case, turn: int) -> Case:
+    """Return the case with heads that end inside the tile, at another multiple of 8 each turn."""
+    of_q, of_v = (
+        dim - 8 * (1 + turn % ((dim - _LEAST[dim]) // 8))
+        for turn, dim in ((turn, case.head_dim), (turn + 1, case.head_dim_v))
+    )
+    return replace(case, head_dim=of_q, head_dim_v=of_v)
+
+
+def _cases() -> Iterator[Case]:
     for pair, half in itertools.product((*_COMMON, *_OTHERS), HALF):
-        shape: Shape = {"dtype": half, "head_dim": pair[0], "head_dim_v": pair[1]}
-        queries = shape | {"dtype": _FLOAT8, "out_dtype": half}
+        dims: Shape = {"head_dim": pair[0], "head_dim_v": pair[1]}
+        shape: Shape = {"dtype": half, "recipe": "mixed", **dims}
+        queries = {"dtype": _FLOAT8, "out_dtype": half, **dims}
         other = pair in _OTHERS
         for rows in _ROWS if pair[0] <= 128 else _ROWS[:2]:
             if other:
@@ -84,7 +108,7 @@ def full() -> Iterator[Case]:
         yield from _dropouts(shape)
     for half in HALF:
         for dim in (512, 576):
-            wide: Shape = {"dtype": half, "head_dim": dim, "head_dim_v": 512}
+            wide: Shape = {"head_dim": dim, "head_dim_v": 512, "dtype": half, "recipe": "mixed"}
             yield from _biases(1, _KEYS[:5], wide)
             yield _uneven(*_UNEVEN[0], wide)
         yield from _latent(half)
@@ -186,13 +210,15 @@ def _gradients(shape: Shape) -> Iterator[Case]:
     fields: dict[str, Any] = {"backward": True, **shape}
     grad: Shape = {**fields, "bias_grad": True}
     yield packed(_LENGTHS, "varlen", causal=True, dlse="both", slack=3, **_MANY, **fields)
-    yield packed(_SHORT, "varlen", **_THREES, **fields)
+    lone = fields["dtype"] == HALF[1]  # a packed batch of one sequence
+    yield packed(_LONE if lone else _SHORT, "varlen", **_THREES, **fields)
     yield packed(((257, 20, 65), (300, 33, 97)), "varlen", used_q=True, used_k=True,
                  window=(100, 20), **_GROUPS, **fields)  # fmt: skip
     yield dense(33, 65, 2, **_MANY, **fields)
     yield packed(_LENGTHS, "varlen", causal=True, sinks=True, dropout_p=0.2, slack=3, **_CAPPED,
                  **_GROUPS, **fields)  # fmt: skip
-    yield packed(_SHORT, "varlen", softcap=2.0, dlse="only", **_THREES, **fields)
+    yield packed(_SHORT if lone else _LONE, "varlen", softcap=2.0, dlse="only", **_THREES,
+                 **fields)  # fmt: skip
     yield packed(((65, 20, 33), (130, 33, 97)), "varlen", bias="heads", used_q=True, used_k=True,
                  alibi="batch", sinks=True, **_GROUPS, **grad)  # fmt: skip
     yield dense(200, 67, 1, bias="other", softcap=2.0, causal=True, **_MANY, **grad)
@@ -220,13 +246,13 @@ def _latent(half: str) -> Iterator[Case]:
     """Yield cases of a float8 cache with enough keys for the loop's full iterations."""
     fields: dict[str, Any] = {
         "dtype": half, "cache_dtype": _FLOAT8, "heads_q": 8, "heads_k": 1, "head_dim": 576,
-        "head_dim_v": 512, "scale": 192**-0.5, "num_splits": 1,
+        "head_dim_v": 512, "scale": 192**-0.5, "num_splits": 1, "recipe": "mixed",
     }  # fmt: skip
-    queries: Shape = {"dtype": _FLOAT8, "cache_dtype": "", "out_dtype": half}
+    queries: Shape = {"dtype": _FLOAT8, "cache_dtype": "", "out_dtype": half, "recipe": "plain"}
     lengths = (2,) * 5, (40, 257, 450, 600, 1100)
     yield packed(lengths, "latent", scales="tensor", page_size=16, sinks=True, **fields)
     yield packed(lengths, "latent", scales="head", **{**fields, **queries})
-    yield packed(lengths, "latent", scales=16, causal=True, recipe="growing", **fields)
+    yield packed(lengths, "latent", scales=16, causal=True, **{**fields, "recipe": "growing"})
     # Queries with a scale of their own block, and sequences that end at each of a round's groups.
     ends = (2,) * 4, (250, 390, 840, 950)
     yield packed(ends, "latent", scales=16, causal=True, **{**fields, **queries})

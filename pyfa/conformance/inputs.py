@@ -185,6 +185,8 @@ def sequence(case: Case, b: int) -> Sequence:
         q *= 0.25
     elif case.recipe in ("sink", "needle"):
         _dominate(case, q, k, v)
+    elif case.recipe == "mixed" and rows and keys:
+        _mix(case, f"{case.name}/mixed{b}", q, k)
     elif case.recipe == "rotated":
         # An outlying channel, and then the rotation that spreads it.
         q[..., 1] *= 12.0
@@ -213,6 +215,32 @@ def _dominate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
         v[where] = 0.0
         k[where] = 0.0
         k[where, :, 0] = ahead * math.log(2.0) * case.head_dim**0.5 / 4.0
+
+
+def _mix(case: Case, name: str, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Give rows scores of four kinds in turn, so that each tile has rows of each kind. The turn
+    begins with another kind in each head.
+
+    The scores of the first kind are plain. Those of the second are about -200, so that exp(-LSE)
+    is infinite: a key beyond the end that is not masked, whose score is 0, makes NaN. Those of the
+    third rise by about 40 along the keys. In the fourth, a random key is ahead of all others by
+    about 100: where a maximum leaves out its score, P is infinite. Each offset is spread over a
+    quarter of the head, so that few elements of the gradients are larger than in plain cases.
+    """
+    (rows, heads, dim), (keys, heads_k, _) = q.shape, k.shape
+    quarter, root = max(dim // 4, 1), dim**0.5
+    low, rising = slice(quarter), slice(quarter, 2 * quarter)
+    kind = (torch.arange(rows)[:, None] + torch.arange(heads)) % 4
+    k[..., low] = (200.0 * root / quarter) ** 0.5
+    k[..., rising] = torch.arange(keys)[:, None, None] * (10.0 * root / quarter / keys)
+    q[..., low] = torch.where((kind == 1)[..., None], -k[0, 0, low], q[..., low])
+    q[..., rising] = torch.where((kind == 2)[..., None], 4.0, q[..., rising])
+    ahead = torch.tensor(integers(name, rows * heads, keys)).reshape(rows, heads)
+    found = k[ahead, torch.arange(heads) // (heads // heads_k)]
+    found[..., : 2 * quarter] = 0.0
+    found *= 100.0 * root / found.square().sum(-1, keepdim=True).clamp(min=1.0)
+    found.clamp_(-200.0, 200.0)  # float8 ends at 240
+    q[:] = torch.where((kind == 3)[..., None], found, q)
 
 
 def mod_slope(call: Call, b: int, score: torch.Tensor) -> torch.Tensor:

@@ -110,9 +110,13 @@ def _block_mask(tables: _Tables) -> Any:
 
 def _documents(tables: _Tables) -> Mod:
     """Return a mask of several documents per sequence, different in each sequence; causal inside a
-    document."""
-    starts = tables.integers("documents", (max(tables.case.batch, 1), tables.longest), 24) == 0
-    document = starts.cumsum(1)  # int64, as PyTorch gives it
+    document. In the second half, a few tokens belong to another document, or to one below 0, as
+    padding often does: a tile's bounds depend on single tokens there."""
+    shape = (max(tables.case.batch, 1), tables.longest)
+    document = (tables.integers("documents", shape, 24) == 0).cumsum(1)  # int64, as in PyTorch
+    strangers = tables.integers("strangers", shape, 40) == 0
+    strangers[:, : tables.longest // 2] = False
+    document = torch.where(strangers, tables.integers("others", shape, 6) - 3, document)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (document[b, q_idx] == document[b, kv_idx]) & (q_idx >= kv_idx)
