@@ -62,12 +62,33 @@ def test_every_block_of_a_forward_finds_its_own_work_tile() -> None:
             place(found, n, tiles * splits, pairs) for n in range(tiles * splits * heads * batch)
         ]
         assert sorted(places) == [(t, h) for t in range(tiles * splits) for h in range(pairs)]
-        # The heads of a section have about 16 MB of K and V, whole groups, and run side by side.
+        # The heads of a section have 16 to 32 MB of K and V, whole groups, and run side by side.
         side = found["section"]
         assert side == pairs or side % (heads // heads_k) == 0
         assert [head for _, head in places[:side]] == list(range(side))
         assert found["group"] == group
         assert divide(7 * group, found["group_inverse"]) == 7
+
+
+def test_sections_of_a_forward_are_equal() -> None:
+    def together(heads_q: int, heads_k: int, keys: int, dims: tuple[int, int], batch: int) -> int:
+        plan = next(iter(forward_sm90.all_plans()))
+        given = members_of(
+            heads_q=heads_q, heads_k=heads_k, batch=batch, seqlen_q=keys, seqlen_k=keys,
+            head_dim=dims[0], head_dim_v=dims[1],
+        )  # fmt: skip
+        return plans.order_of(plan, given, heads_q * batch)["section"]
+
+    # 16 MB hold 26,214 keys of head_dim 192/128 with their values: 3 heads of 8,192, 25 of 1,024.
+    assert together(16, 16, 8192, (192, 128), 1) == 4
+    assert together(128, 128, 8192, (192, 128), 1) == 4
+    assert together(16, 16, 4096, (192, 128), 4) == 8
+    assert together(16, 16, 1024, (192, 128), 16) == 32
+    assert together(32, 8, 8192, (192, 128), 2) == 4 * 4  # whole groups
+    assert together(13, 13, 8192, (192, 128), 1) == 5  # the last one has 3
+    assert together(16, 16, 8192, (128, 128), 1) == 4  # that many fit
+    assert together(2, 2, 8192, (192, 128), 1) == 2  # all of them
+    assert together(100, 100, 1, (64, 64), 1000) == 65536
 
 
 def test_every_block_of_a_backward_finds_its_own_keys() -> None:

@@ -45,7 +45,7 @@ def test_forward_keeps_to_its_registers(plan: Plan) -> None:
     block's registers are as its kinds of warps hand them to one another. Heads of 512 with several
     score terms spill 28 bytes, with 16 keys none: those have not run on a GPU. Over pages chunks of
     heads above 128 spill up to 24 bytes. Softcap alone spills up to 32, at 128 and 256; with
-    batch_invariant two blocks of an SM over pages, and packed chunks at 192, spill 16."""
+    batch_invariant two blocks of an SM over pages spill 16, and packed chunks at 128 spill 8."""
     kernel, report, data = ptxas.compiled(plan, "sm_90a")
     constants = dict(plan.constants)
     few = "HALVES" in constants and constants["SCORE"] == GENERAL

@@ -198,8 +198,14 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
       };
       auto wait_k = [&]() { mbarrier_wait(barriers.k_full(k_pipe.stage), k_pipe.phase); };
       auto issue_s = [&](Scores &x) {
+        auto this_q = q;
+        if constexpr (HEAD_DIM == 192) {  // or the descriptors of all 12 steps stay in registers
+          unsigned low = (unsigned)q;
+          pin(low);
+          this_q = q >> 32 << 32 | low;
+        }
         wgmma_fence();
-        issue_qk(x, q, kFloat8 ? next_k : k + k_pipe.stage * (kKBytes / 16));
+        issue_qk(x, this_q, kFloat8 ? next_k : k + k_pipe.stage * (kKBytes / 16));
       };
       auto release_k = [&]() {
         release(barriers.k_empty(k_pipe.stage));
@@ -230,8 +236,10 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
           int first_visit = visits[chunk_last];
           if (kChunkTiles && chunk_last != last) make_mask(first_visit);
           wait_k();
+          if constexpr (kFirstInTurn) wait_for_turn();
           hold(x);
           issue_s(x);
+          if constexpr (kFirstInTurn) pass_turn();
           wgmma_wait<0>();
           hold(x);
           if constexpr (SCORE != BIAS) release_k();

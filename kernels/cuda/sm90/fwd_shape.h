@@ -27,6 +27,9 @@ static_assert(kProducerRegisters + GROUPS * kConsumerRegisters <= (GROUPS + 1) *
 
 // Whether consumer warpgroups alternate: one issues its products while another computes its softmax.
 constexpr bool kPingPong = GROUPS > 1;
+// Whether they also take turns for the first product of a work tile, so that the first softmax of one runs under the
+// product of the next.
+constexpr bool kFirstInTurn = HEAD_DIM == 192;
 
 constexpr int kSteps = HEAD_DIM / kInner;
 DEVICE constexpr int panel_bytes(int head) {
@@ -63,9 +66,9 @@ constexpr int kWorkInfoBytes = kFloat8 ? 64 : 48;
 // products (measured before WHOLE_PAGES). In float8 the other warps transpose.
 constexpr bool kTwoProducers = PAGE_ROWS != 0 && !kFloat8;
 // Whether a warp of its own finds the work tiles, and another loads Q. In float8 all warps of the producer warpgroup
-// are busy; with pages these spill 32 bytes, and at D = 192 the consumers 8 to 56. Plans with PACKED are for few
-// rows, and those with chunks have no registers to spare.
-constexpr bool kScheduler = !kFloat8 && !kTwoProducers && HEAD_DIM != 192 && !PACKED && !kChunkTiles;
+// are busy; with pages these spill 32 bytes. Plans with PACKED are for few rows, and those with chunks have no registers
+// to spare.
+constexpr bool kScheduler = !kFloat8 && !kTwoProducers && !PACKED && !kChunkTiles;
 constexpr int kWorkReaders = 4 * GROUPS + (kFloat8 ? kTransposers : kTwoProducers ? 1 : kScheduler ? 2 : 0);  // warps
 // What a warpgroup keeps between chunks (fwd_chunks.h), if it lies in shared memory: a base and a sum of each row, then
 // the output.

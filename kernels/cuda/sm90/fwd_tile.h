@@ -113,9 +113,9 @@ constexpr bool kWaitEarly = kProducts == 1;
 // a tile at D = 128, not 380.
 constexpr bool kSeparateP = !kFloat8 && OF_GROUPS == 2 && BLOCK_K + kOwnDims / 2 <= (SCORE == BIAS ? 191 : 192);
 // With it, the loop over tiles takes two steps, and can end between them. Or it takes two at a time, and a third
-// step follows: that kernel is a fifth larger and waits more for instructions. But the other one spills 8 bytes at
-// head_dim 192, and takes 1.04 times as long for 197 keys in tiles of 112.
-constexpr bool kByTwo = HEAD_DIM == 192 || BLOCK_K == 112;
+// step follows: that kernel is a fifth larger and waits more for instructions. But the other one takes 1.04 times as
+// long for 197 keys in tiles of 112.
+constexpr bool kByTwo = BLOCK_K == 112;
 
 // The largest P after its row's base has been raised, as a power of two. E4M3 goes from 2^-6, below which it
 // loses bits, to 448. So there is hardly room for a base that lags.
