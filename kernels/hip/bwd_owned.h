@@ -69,7 +69,8 @@ DEVICE void each_read(Read read, Work work) {
   }
 }
 
-// The product of multiply, with reads `ahead`.
+// A product over the head: acc (tile x owned) of a tile's rows and the owned ones, with reads `ahead`. `again`: see
+// lane_for.
 template <int dim, bool again, int ahead, int steps>
 DEVICE void multiply_ahead(Acc (&acc)[COLUMNS], Lds tile, const Quad (&x)[COLUMNS][steps]) {
   int lane = lane_for<again>(), row = lane % kTile, part = lane / kTile;
@@ -81,10 +82,10 @@ DEVICE void multiply_ahead(Acc (&acc)[COLUMNS], Lds tile, const Quad (&x)[COLUMN
     }
   });
 }
-// A product over the head: acc (tile x owned) of a tile's rows and the owned ones. `again`: see lane_for.
-template <int dim, bool again, int steps>
+// The same in the compiler's own schedule.
+template <int dim, int steps>
 DEVICE void multiply(Acc (&acc)[COLUMNS], Lds tile, const Quad (&x)[COLUMNS][steps]) {
-  int lane = lane_for<again>();
+  int lane = lane_for<false>();
   for (int i = 0; i < steps; ++i) {
     Quad a = lds_read(tile + RowTile<dim>::place(lane % kTile, 2 * i + lane / kTile));
     for (int n = 0; n < COLUMNS; ++n) {
