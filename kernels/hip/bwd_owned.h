@@ -53,19 +53,20 @@ DEVICE void load_owned(const Context &c, Quad (&x)[COLUMNS][steps], const Matrix
   }
 }
 
-// work(i, what read(i) reads) for each i below `count`, in this order: reads come `ahead` of these before their use.
+// work(i, what read(i) reads) for each i below `count`, in this order: reads come `ahead` of these before their use,
+// or where the compiler places them.
 template <int count, int ahead, typename Read, typename Work>
 DEVICE void each_read(Read read, Work work) {
   Quad x[count];
 #pragma unroll
   for (int i = 0; i < ahead; ++i) x[i] = read(i);
-  fence();
+  if (ahead) fence();
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     if (i + ahead < count) x[i + ahead] = read(i + ahead);
-    fence();
+    if (ahead) fence();
     work(i, x[i]);
-    fence();
+    if (ahead) fence();
   }
 }
 

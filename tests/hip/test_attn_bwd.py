@@ -11,6 +11,8 @@ import pyfa
 from pyfa import codeobject, emulator, mods
 from pyfa.backends.common.calls import DTYPE_CODES
 from pyfa.backends.hip import backward, code
+from pyfa.backends.native.lists import unlisted
+from pyfa.conformance import modifiers
 from pyfa.conformance.cases import Case
 from pyfa.dispatch import prepare
 from pyfa.emulator import hazards
@@ -267,6 +269,16 @@ def test_two_workgroups_fit_on_a_compute_unit(dim, owner, masked, dtype):
         "hip", (dim, dim), DTYPE_CODES[dtype], True, True, mods=digest if masked else ""
     )[1 + owner]
     assert code.load(plan, "gfx942").kernel.vgprs <= 256
+
+
+@pytest.mark.parametrize("mask", ["tree", "vision", "strided"])
+def test_masks_fit_where_registers_are_fewest(mask):
+    """Without lists, which spill here."""
+    case = Case(lengths_q=(129,), lengths_k=(257,), mask_mod=mask)
+    made = modifiers.mods_of(case, torch.device("cpu"))["mask_mod"]
+    digest = mods.resolve(None, made, torch.device("cpu"))[0]
+    plans = backward.plans_of("hip", (256, 256), DTYPE_CODES["float16"], True, True, mods=digest)
+    code.load(unlisted(plans[1]), "gfx942")
 
 
 def test_at_most_forty_plans_a_pass():
