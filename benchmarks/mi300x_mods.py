@@ -14,6 +14,7 @@ of it is the general one of two passes. ``--save`` writes ``results/mi300x_mods.
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 import machine
@@ -34,6 +35,8 @@ from pyfa.emulator.timing import constants, device, issue, report
 from pyfa.plan import Plan
 from pyfa.problem import Call, tensors_of
 
+# What ``--save`` keeps of the file: results of kernels before a change, and of rejected variants.
+KEPT = ("before", "before_reads_ahead", "tried")
 _MOST = 1024  # rows and keys
 _SHORT, _LONG = 256, 512  # rows or keys of the two runs, of which the slope is taken
 _STREAMED = 32  # rows or keys of a tile of the backward
@@ -148,7 +151,12 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
     if options.save:
-        print(machine.save("mi300x_mods", {"what": "model, not measured", "rows": rows}))
+        results = {"what": "model, not measured", "rows": rows}
+        saved = machine.RESULTS / "mi300x_mods.json"
+        if saved.exists():  # of kernels before a change, and of variants
+            kept = json.loads(saved.read_text())
+            results |= {name: kept[name] for name in KEPT if name in kept}
+        print(machine.save("mi300x_mods", results))
 
 
 if __name__ == "__main__":

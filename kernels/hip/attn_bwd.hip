@@ -30,14 +30,33 @@ constexpr int kTilesV = HEAD_DIM_V / kTile;
 constexpr bool kFull = kKeys && (HEAD_DIM + HEAD_DIM_V) * COLUMNS == 512;
 // Reads of LDS come this many ahead of the products that take them, in plans without slots. Left to the compiler, they
 // come right before these: the matrix unit's share was 0.317 in place of 0.564 (256, by the timing model).
-constexpr int kAhead = kFull && !GENERAL ? 3 : 0;
-// From 240 on the lane's number is computed again: with it kept, 1 register of 192/128 spilled.
-constexpr bool kTight = kKeys && (HEAD_DIM + HEAD_DIM_V) * COLUMNS >= 320;
+constexpr int kAhead = GENERAL ? 2 : 3;
+// With score terms, dP of owned rows and dV have the fewest registers left. With 2, 4 of dV spilled in float16 at 256,
+// and at 128 only one workgroup fit on a compute unit.
+constexpr int kAheadDp = GENERAL && !kKeys ? 1 : kAhead;
+constexpr int kAheadDv = GENERAL ? 1 : kAhead;
+#if LISTS
+// With a mask that a user gave, 21 registers spilled: none do where the compiler places the reads of dK.
+constexpr int kAheadDx = kFull && DTYPE == FLOAT16 ? 0 : kAhead;
+#else
+constexpr int kAheadDx = kAhead;
+#endif
+
+// Where the lane's number is computed again, so that no addresses are kept. In products: from 240 on, as 1 register of
+// 192/128 spilled, and in general plans of 128 that own rows, where with 2 to 16 registers more only one workgroup
+// fit on a compute unit. In what stores the tiles of 64 with lists the same, by 4 registers.
+constexpr bool kHalf = GENERAL && !kKeys && HEAD_DIM + HEAD_DIM_V == 256;
+constexpr bool kTight = kHalf || (kKeys && (HEAD_DIM + HEAD_DIM_V) * COLUMNS >= 320);
+#if LISTS == 1
+constexpr bool kTightTiles = kFull || (kKeys && HEAD_DIM == 64);
+#else
+constexpr bool kTightTiles = kFull;
+#endif
 
 static_assert(!TERM || kSoftcapAlone, "the one term that has plans of its own here");
 static_assert(!(GENERAL && TERM), "a plan has one term, or any");
 
-typedef Stream<HEAD_DIM, HEAD_DIM_V, kWaves, kFull> Tiles;
+typedef Stream<HEAD_DIM, HEAD_DIM_V, kWaves, kTightTiles> Tiles;
 constexpr int kRowsA = 0;
 constexpr int kRowsC = kRowsA + Tiles::RowsA::kBytes;
 constexpr int kColumnsA = kRowsC + Tiles::RowsC::kBytes;
@@ -101,36 +120,21 @@ struct Pass {
 
 // ---- operands -----------------------------------------------------------------------------------
 
-// The product of accumulate, with reads kAhead.
-template <int dim, int tiles>
-DEVICE void accumulate_ahead(Acc (&grad)[COLUMNS][tiles], Lds tile, const Rounded &x) {
+// A product over the tile's rows: grad (head x owned), with reads `ahead`.
+template <int dim, int ahead, int tiles>
+DEVICE void accumulate(Acc (&grad)[COLUMNS][tiles], Lds tile, const Rounded &x) {
   int lane = lane_for<kTight>(), element = lane % kTile, part = lane / kTile;
   constexpr int kHalves = kFours / 2;
   auto read = [&](int i) {
     return lds_read(tile + ColumnTile<dim>::place(i / kHalves * kTile + element, i % kHalves * 2 + part));
   };
-  each_read<tiles * kHalves, kAhead>(read, [&](int i, const Quad &a) {
+  each_read<tiles * kHalves, ahead>(read, [&](int i, const Quad &a) {
     int t = i / kHalves, j = i % kHalves;
     for (int n = 0; n < COLUMNS; ++n) {
       grad[n][t] = M::mma(a.xy, x[n][2 * j], grad[n][t]);
       grad[n][t] = M::mma(a.zw, x[n][2 * j + 1], grad[n][t]);
     }
   });
-}
-// A product over the tile's rows: grad (head x owned).
-template <int dim, int tiles>
-DEVICE void accumulate(Acc (&grad)[COLUMNS][tiles], Lds tile, const Rounded &x) {
-  if constexpr (kAhead) return accumulate_ahead<dim>(grad, tile, x);
-  int lane = lane_for<kTight>();
-  for (int t = 0; t < tiles; ++t)
-    for (int j = 0; j < kFours / 2; ++j) {
-      int element = t * kTile + lane % kTile;
-      Quad a = lds_read(tile + ColumnTile<dim>::place(element, 2 * j + lane / kTile));
-      for (int n = 0; n < COLUMNS; ++n) {
-        grad[n][t] = M::mma(a.xy, x[n][2 * j], grad[n][t]);
-        grad[n][t] = M::mma(a.zw, x[n][2 * j + 1], grad[n][t]);
-      }
-    }
 }
 
 // dP becomes dS. Returns this lane's share of the row's sum of P dP.
@@ -192,10 +196,7 @@ DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[CO
     Acc s[COLUMNS], dp[COLUMNS];
     Rounded p_rounded, ds_rounded;
     for (int n = 0; n < COLUMNS; ++n) s[n] = Acc{0};
-    if constexpr (kAhead)
-      multiply_ahead<HEAD_DIM, kFull, kAhead>(s, lds + kRowsA, x);
-    else
-      multiply<HEAD_DIM, kFull>(s, lds + kRowsA, x);
+    multiply_ahead<HEAD_DIM, kFull || kHalf, kAhead>(s, lds + kRowsA, x);
     Weights weights[COLUMNS];
     if (GENERAL) {
       for (int n = 0; n < COLUMNS; ++n)
@@ -203,10 +204,7 @@ DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[CO
       fence();
     }
     for (int n = 0; n < COLUMNS; ++n) dp[n] = GENERAL ? Acc{0} : minus_delta[kKeys ? 0 : n];
-    if constexpr (kAhead)
-      multiply_ahead<HEAD_DIM_V, kFull, kAhead>(dp, lds + kRowsC, y);
-    else
-      multiply<HEAD_DIM_V, kFull>(dp, lds + kRowsC, y);
+    multiply_ahead<HEAD_DIM_V, kFull || kHalf, kAheadDp>(dp, lds + kRowsC, y);
     if (kKeys && GENERAL) minus_delta[0] = load_states(c, pass.states.minus_delta, first);
     for (int n = 0; n < COLUMNS; ++n) {
       if (GENERAL) {
@@ -235,11 +233,11 @@ DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[CO
     }
 #endif
     tiles.load(pass.a, pass.b, pass.first(step), c.streamed());
-    if (kKeys) accumulate<HEAD_DIM_V>(grad_y, lds + kColumnsC, p_rounded);
+    if (kKeys) accumulate<HEAD_DIM_V, kAheadDv>(grad_y, lds + kColumnsC, p_rounded);
     // Or the next product's reads come first: 4 registers of bfloat16 spilled, with score terms.
     if (kFull && GENERAL) fence();
     tiles.store_rows(lds + kRowsA, lds + kRowsC);
-    accumulate<HEAD_DIM>(grad_x, lds + kColumnsA, ds_rounded);
+    accumulate<HEAD_DIM, kAheadDx>(grad_x, lds + kColumnsA, ds_rounded);
   }
 }
 

@@ -57,11 +57,11 @@ DEVICE void add_head(Sums &sums, Lds lds, int batch, int head, int first_row, in
       barrier();  // its rows are there, and those of the tile before the last have been read
       tiles.load(a, dout, at + kTile, stop);
       Acc s[1] = {Acc{0}}, dp[1] = {Acc{0}};
-      multiply<HEAD_DIM, false>(s, rows, x);
+      multiply<HEAD_DIM>(s, rows, x);
       Pair rounded[kFours];
       Weights w = weigh(s[0], rounded, c, Acc{0}, states, head, 0, at);
       __builtin_amdgcn_sched_barrier(0);
-      multiply<HEAD_DIM_V, false>(dp, rows + Tiles::RowsA::kBytes, y);
+      multiply<HEAD_DIM_V>(dp, rows + Tiles::RowsA::kBytes, y);
       Acc minus_delta = load_states(c, states.minus_delta, at);
 #pragma unroll
       for (int r = 0; r < M::kRegisters; ++r) {

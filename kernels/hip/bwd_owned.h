@@ -53,23 +53,25 @@ DEVICE void load_owned(const Context &c, Quad (&x)[COLUMNS][steps], const Matrix
   }
 }
 
-// work(i, what read(i) reads) for each i below `count`, in this order: reads come `ahead` of these before their use.
+// work(i, what read(i) reads) for each i below `count`, in this order: reads come `ahead` of these before their use,
+// or where the compiler places them.
 template <int count, int ahead, typename Read, typename Work>
 DEVICE void each_read(Read read, Work work) {
   Quad x[count];
 #pragma unroll
   for (int i = 0; i < ahead; ++i) x[i] = read(i);
-  fence();
+  if (ahead) fence();
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     if (i + ahead < count) x[i + ahead] = read(i + ahead);
-    fence();
+    if (ahead) fence();
     work(i, x[i]);
-    fence();
+    if (ahead) fence();
   }
 }
 
-// The product of multiply, with reads `ahead`.
+// A product over the head: acc (tile x owned) of a tile's rows and the owned ones, with reads `ahead`. `again`: see
+// lane_for.
 template <int dim, bool again, int ahead, int steps>
 DEVICE void multiply_ahead(Acc (&acc)[COLUMNS], Lds tile, const Quad (&x)[COLUMNS][steps]) {
   int lane = lane_for<again>(), row = lane % kTile, part = lane / kTile;
@@ -81,10 +83,10 @@ DEVICE void multiply_ahead(Acc (&acc)[COLUMNS], Lds tile, const Quad (&x)[COLUMN
     }
   });
 }
-// A product over the head: acc (tile x owned) of a tile's rows and the owned ones. `again`: see lane_for.
-template <int dim, bool again, int steps>
+// The same in the compiler's own schedule.
+template <int dim, int steps>
 DEVICE void multiply(Acc (&acc)[COLUMNS], Lds tile, const Quad (&x)[COLUMNS][steps]) {
-  int lane = lane_for<again>();
+  int lane = lane_for<false>();
   for (int i = 0; i < steps; ++i) {
     Quad a = lds_read(tile + RowTile<dim>::place(lane % kTile, 2 * i + lane / kTile));
     for (int n = 0; n < COLUMNS; ++n) {

@@ -8,9 +8,11 @@ import turns
 from planted import faults_found
 
 import pyfa
-from pyfa import codeobject, emulator
+from pyfa import codeobject, emulator, mods
 from pyfa.backends.common.calls import DTYPE_CODES
 from pyfa.backends.hip import backward, code
+from pyfa.backends.native.lists import unlisted
+from pyfa.conformance import modifiers
 from pyfa.conformance.cases import Case
 from pyfa.dispatch import prepare
 from pyfa.emulator import hazards
@@ -89,8 +91,8 @@ FAULTS = {
     ),
     "general: swizzle of rows on one side": (
         "terms",
-        "place(lane % kTile, 2 * i + lane / kTile)",
-        "place(lane % kTile ^ 1, 2 * i + lane / kTile)",
+        "RowTile<dim>::place(row, 2 * i + part)",
+        "RowTile<dim>::place(row ^ 1, 2 * i + part)",
     ),
     "units of another step": (
         "plain", "base ^ n % 4 * 2 * kUnitBytes", "base ^ n % 4 * kUnitBytes",
@@ -170,6 +172,12 @@ FAULTS = {
     "reads ahead: a step late": (
         "softcap", "work(i, x[i]);", "work(i, x[i ? i - 1 : 0]);",
     ),
+    "general: reads ahead, a step late": (
+        "terms", "work(i, x[i]);", "work(i, x[i ? i - 1 : 0]);",
+    ),
+    "general: reads ahead, the first half of the rows again": (
+        "terms", "element, i % kHalves * 2 + part)", "element, part)",
+    ),
     "softcap alone: P before the reciprocal": (
         "softcap", "kStages = kSoftcapAlone ? 2 : 0", "kStages = 0",
     ),
@@ -244,6 +252,33 @@ def test_resources(pair, term, dtype):
         names = set(emulator.load(data).code.names)
         assert not {name for name in names if name.startswith(("scratch_", "s_set_gpr_idx"))}
         assert hazards.check(data) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dim", "owner", "masked"),
+    [(64, backward.KEYS, True), (128, backward.ROWS, True), (128, backward.ROWS, False)],
+)
+def test_two_workgroups_fit_on_a_compute_unit(dim, owner, masked, dtype):
+    """Plans that compute the lane's number again for that."""
+    documents = torch.zeros(64, dtype=torch.int32)
+    digest = mods.resolve(
+        None, lambda b, h, i, j: documents[i] == documents[j], torch.device("cpu")
+    )[0]
+    plan = backward.plans_of(
+        "hip", (dim, dim), DTYPE_CODES[dtype], True, True, mods=digest if masked else ""
+    )[1 + owner]
+    assert code.load(plan, "gfx942").kernel.vgprs <= 256
+
+
+@pytest.mark.parametrize("mask", ["tree", "vision", "strided"])
+def test_masks_fit_where_registers_are_fewest(mask):
+    """Without lists, which spill here."""
+    case = Case(lengths_q=(129,), lengths_k=(257,), mask_mod=mask)
+    made = modifiers.mods_of(case, torch.device("cpu"))["mask_mod"]
+    digest = mods.resolve(None, made, torch.device("cpu"))[0]
+    plans = backward.plans_of("hip", (256, 256), DTYPE_CODES["float16"], True, True, mods=digest)
+    code.load(unlisted(plans[1]), "gfx942")
 
 
 def test_at_most_forty_plans_a_pass():

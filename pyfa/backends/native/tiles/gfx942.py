@@ -172,11 +172,13 @@ TILES = Tiles(
     latent_float8={(576, 512): (Decode(1, 4, 1),)},
     # The pass that owns keys and the pass that owns rows: for plain scores, then for general
     # scores. Two wavefronts on a SIMD hide each other's vector instructions; there is only one
-    # where two would spill. Slots (kernels/hip/bwd_slots.h) keep the matrix unit busy if the vector
-    # unit has less to do than the matrix unit. With score terms it has more to do, and fragments
-    # that are read ahead spilled. At head_dim 256, the pass that owns keys has no registers for
-    # slots: the matrix unit is busy for 0.25 to 0.29 of the time with them, and for 0.56 to 0.58
-    # without, with reads from LDS three ahead (``kAhead``).
+    # where two would spill. With score terms and at head_dim 128, the pass that owns rows takes at
+    # most 256 registers anyway, except with some mods, which would spill. Slots
+    # (kernels/hip/bwd_slots.h) keep the matrix unit busy if the vector unit has less to do than the
+    # matrix unit. With score terms it has more to do, and the fragments of slots spilled. At
+    # head_dim 256, the pass that owns keys has no registers for slots: the matrix unit is busy for
+    # 0.25 to 0.29 of the time with them, and for 0.56 to 0.58 without, with reads from LDS three
+    # ahead (``kAhead``).
     two_passes={
         (64, 64): (_SLOTS_TWICE, _SLOTS_TWICE, _1, _1_TWICE),
         (96, 96): (_SLOTS, _SLOTS_TWICE, _1, _1_TWICE),
