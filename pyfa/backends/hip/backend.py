@@ -11,7 +11,7 @@ from ..common import calls
 from ..native import backward as native_backward
 from ..native import decode as native_decode
 from ..native.backend import NativeBackend
-from . import backward, code, decode, forward, plans
+from . import code, decode, forward, plans
 from .launcher import Launcher, Runtime
 from .target import TARGET
 
@@ -50,7 +50,7 @@ class HipBackend(NativeBackend):
         elif not decode.takes(problem):
             reasons += forward.why_not(problem)
             if "backward" in problem.features:
-                reasons += native_backward.why_not(problem) + backward.why_not(problem)
+                reasons += native_backward.why_not(problem)
         # Code is not needed for a device that is not here.
         if not reasons and not self.runtime.why_unavailable():
             kernels, arch = self.kernels(problem), plans.device_of(problem).arch

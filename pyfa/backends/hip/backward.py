@@ -8,10 +8,9 @@ give the same bits on every run.
 from __future__ import annotations
 
 from ...plan import Plan
-from ...problem import Problem, is_banded
+from ...problem import Problem
 from ..common import calls
 from ..native import lists
-from ..native.backward import is_general_problem
 from ..native.plans import plan_with, values_of
 from ..native.tiles import constants_of
 from ..native.tiles.gfx942 import Tiles
@@ -27,10 +26,6 @@ KEYS, ROWS = 0, 1
 # Score terms that, without others, have plans of the one-pass kernel of their own: their codes
 # (kernels/hip/bwd_terms.h).
 TERMS = {"sinks": 1, "alibi": 2, "softcap": 3, "dropout": calls.DROPOUT_TERM}
-BANDS_AT_256 = (
-    "float16 backward of attention_chunk, or of a window with a negative bound, together with "
-    "score terms or dropout is not implemented above head_dim 192"
-)
 THREADS = 256
 WAVES = THREADS // 64
 
@@ -46,17 +41,6 @@ def _why_two_passes(
     if pair not in tiles.one_pass:
         return "above head_dim 192, the one-pass kernel's tiles do not fit in 64 KB of LDS"
     return None
-
-
-def why_not(problem: Problem) -> list[str]:
-    """Return why HIP's backward kernels cannot run ``problem``, beyond the reasons that
-    ``native.backward.why_not`` returns for the kernels of both vendors."""
-    banded = is_general_problem(problem) and is_banded(problem.features)
-    wide = max(problem.head_dim, problem.head_dim_v) > 192
-    # The pass that owns keys needs 520 registers; a lane has 512.
-    if banded and wide and problem.dtype == "float16":
-        return [BANDS_AT_256]
-    return []
 
 
 def notes_of(problem: Problem) -> list[str]:
