@@ -111,7 +111,7 @@ def quick() -> Iterator[Case]:
         dtype = DTYPES[index % 3]
         yield _latent(_LENGTHS[index % 3], dtype=dtype, **options)
         yield _latent(_LENGTHS[(index + 1) % 3], dtype=HALF[index % 2], **options)
-    for dtype, options in zip(HALF, _LINES, strict=True):
+    for dtype, options in itertools.product(HALF, _LINES):
         yield _latent(**{"dtype": dtype, **options})
     for index, options in enumerate(_TILES):
         yield _latent(**{"dtype": HALF[index % 2], "page_size": _PAGES[index % 3], **options})

@@ -42,7 +42,7 @@ _FLOAT8_KEYS = (1, 65, 190, 257, 450, 577, 960, 1025, 1400, 1990, 0)
 _ROWS = (1, 3, 7)
 # Rows and query heads of a KV head, for divisors that are not powers of two: one, two and four
 # products of 16 rows. Of those with the most rows, a sequence has three workgroups.
-_UNEVEN = ((1, 3), (5, 3), (11, 12))
+_UNEVEN = ((1, 3), (7, 3), (11, 12))
 _UNEVEN_WIDE = ((1, 3), (11, 6))
 # More heads than dies, which do not divide them; three heads for each die, in groups of two.
 _MANY: Shape = {"heads_q": 18, "heads_k": 9}
@@ -54,6 +54,7 @@ _CAPPED: Shape = {"softcap": 2.0, "alibi": "heads"}
 _LENGTHS: Lengths = ((65, 0, 33, 20), (207, 33, 97, 0))
 _SHORT: Lengths = ((5, 9), (7, 20))
 _LONE: Lengths = ((9,), (20,))
+_FEW: Lengths = ((33, 33), (70, 70))
 _SPLIT: Lengths = ((65, 40), (700, 130))
 
 
@@ -63,7 +64,7 @@ _LEAST = {64: 8, 96: 72, 128: 104, 192: 136, 256: 200}
 
 def full() -> Iterator[Case]:
     for turn, case in enumerate(_cases()):
-        short = case.lengths_q in (_SHORT[0], _LONE[0])
+        short = (case.lengths_q, case.lengths_k) in (_SHORT, _LONE, _FEW)
         yield _narrower(case, turn) if short else case
 
 
@@ -231,7 +232,7 @@ def _one_term(shape: Shape) -> Iterator[Case]:
     yield packed(_LENGTHS, "varlen", causal=True, dlse="both", slack=3, **_MANY, **fields)
     yield packed(((257, 20, 65), (300, 33, 97)), "varlen", used_q=True, used_k=True,
                  window=(100, 20), **_GROUPS, **fields)  # fmt: skip
-    yield dense(33, 65, 2, **_THREES, **fields)
+    yield Case(lengths_q=_FEW[0], lengths_k=_FEW[1], **_THREES, **fields)
 
 
 def _bias_gradients(shape: Shape) -> Iterator[Case]:
