@@ -157,6 +157,14 @@ _ONE_TURN = "this dimension's index is a head or a sequence, one number: its loo
 _UNDECIDED = (
     "a tile that is left undecided is visited with a mask, which hides what a row does not see"
 )
+_UNKNOWN = (
+    "nothing is known of the range, as where it has too many elements: tiles are asked point by "
+    "point, or get a mask"
+)
+_IN_FRONT = (
+    "what lies in front of the first row or tile that is seen is visited as well; the mask of each "
+    "score hides it"
+)
 _BEHIND = "writes what fills a list behind its count, which no kernel reads (lists.h)"
 _NO_WINDOW = "attention_latent has no window: every key is inside of its bounds"
 _CODE: dict[tuple[str, int, int], str] = {
@@ -244,9 +252,7 @@ _CODE: dict[tuple[str, int, int], str] = {
         "one point of four is asked in another row of a table of blocks of 64; the others are in "
         "the same block and find what is seen. That all is seen is found less often: " + _MASKED,
     ("32e49c3861a0", 0x2084, 0xD0C10016): _POINTS,
-    ("71640c498165", 0x1B54, 0xBF8900C6):
-        "nothing is known of the range, as where it has too many elements: tiles are asked point "
-        "by point, or get a mask",
+    ("71640c498165", 0x1B54, 0xBF8900C6): _UNKNOWN,
     # Of seed 1.
     ("7ab818302686", 0x4274, 0xBF038313): _SIZES,
     ("06d0e38d3a7c", 0x5460, 0x7C8D55C9): _EQUAL,
@@ -266,9 +272,7 @@ _CODE: dict[tuple[str, int, int], str] = {
     ("3944a0423cba", 0x17E4, 0xBF083304): _FIRST,
     ("6bded87916ed", 0x1994, 0xBF080406): _DIVISION,
     ("11cba3577d07", 0x98F0, 0xD043016A): _TANH,
-    ("f9154cb36da2", 0x1E80, 0xBF058006):
-        "rows in front of the first that sees a key are visited as well; the mask of each score "
-        "hides the key from them",
+    ("f9154cb36da2", 0x1E80, 0xBF058006): _IN_FRONT,
     ("32e49c3861a0", 0x1BE0, 0xD86C0040): _WHOLE,
     ("e6a9436cd890", 0x1E5C, 0xD86C0080): _WHOLE,
     ("a910b100343d", 0x1EE0, 0xBF870003): _WHOLE,
@@ -303,9 +307,7 @@ _CODE: dict[tuple[str, int, int], str] = {
         "a row is taken for one of an earlier sequence, beyond whose length it lies: " + _CLEARS,
     ("6ef25b16fbe6", 0x41F8, 0xD285003A): "the signs of two places, both of which are 0",
     ("67c9b1e7ae10", 0x1D90, 0x7D921E08): _FIRST,
-    ("6c8188f8da5b", 0x2A70, 0xBF840017):
-        "tiles in front of the first that is seen are visited as well; the mask of each score "
-        "hides them",
+    ("6c8188f8da5b", 0x2A70, 0xBF840017): _IN_FRONT,
     ("7ab818302686", 0x5654, 0x7D9C7407): _DROPOUT,
     ("7a3ca7a3788f", 0x9454, 0xD285002B):
         "a place's sign times a stride, and the stride's high word before it: pyfa makes dbias, "
@@ -325,6 +327,39 @@ _CODE: dict[tuple[str, int, int], str] = {
     ("0e7ef4695bb3", 0x78DC, 0xBF038310): _SIZES,
     ("72e2ea34ff84", 0x603C, 0xBF038307): _SIZES,
     ("67c9b1e7ae10", 0x1C0C, 0x7D921E07): _FIRST,
+    # Of seed 14.
+    ("adf1d1a22c20", 0x2884, 0xBF028023): _IN_FRONT,
+    ("50f562a297d7", 0x30AC, 0x7E080302):
+        "the sines behind the last pair, of which nothing is stored",
+    ("62c94fb9a2a6", 0x69A8, 0xBF03830A): _SIZES,
+    ("fe8574c727e9", 0x1CE8, 0x22100E9F): "the sign of a truth value, which is 0",
+    ("772b34a53fc0", 0x1710, 0xBF08050C): _DIVISION,
+    ("d7c042566799", 0x2420, 0xBF890013): _BEHIND,
+    ("ece00d9cb0e4", 0x1864, 0xBF08120D): _FIRST,
+    ("6d853b6fe2df", 0x1868, 0xBF08100A): _FIRST,
+    ("6e4a4d3bcd0f", 0x188C, 0xBF8900F2): _UNKNOWN,
+    ("67c9b1e7ae10", 0x194C, 0x00080F04):
+        "the remainder becomes 0, so that no second correction follows: " + _DIVISION,
+    ("347c4d7b1f4d", 0x1ADC, 0x7C8C0F23): _EQUAL,
+    ("67c9b1e7ae10", 0x1658, 0x280A040D): "a division of 64 bits where one of 32 would do",
+    ("9bfbea36209c", 0x1B40, 0x7DC61902): _EQUAL,
+    ("80ae669b317f", 0x3538, 0x9213483B): _SIGN,
+    ("51f57350849d", 0x1818, 0xB59000FF):
+        "compared is the first lane's thread, a multiple of 64, which 255 is not",
+    ("06d0e38d3a7c", 0x4544, 0x7D936615): _FIRST,
+    ("3cfde8b50566", 0x221C, 0x683C051C):
+        "a point of eight is asked at another place of its block, whose mask hides a third of the "
+        "points that each of the eight asks",
+    ("71640c498165", 0x2338, 0x7D821280):
+        "3 is added to the rest of a division by 3 if it is positive, not if it is negative: only "
+        "whether the rest is 0 counts",
+    ("9749ea624710", 0x1864, 0xBF08120D): _FIRST,
+    ("f75fe22c970c", 0x1928, 0xBF081215): _DIVISION,
+    ("50f562a297d7", 0x45B0, 0x7E020280): "only the first thread is here, whose number is 0",
+    ("295bc20bf452", 0x1FD0, 0xBF023823):
+        "a workgroup that begins where the rows end owns none, and stores nothing",
+    ("991a382ed1d2", 0xB3B0, 0xBF038332): _SIZES,
+    ("d02169065a65", 0x2130, 0x7C8C0702): _EQUAL,
 }  # fmt: skip
 
 _SIZE = "another size of tiles, which changes no result but its rounding"

@@ -54,7 +54,7 @@ _CAPPED: Shape = {"softcap": 2.0, "alibi": "heads"}
 _LENGTHS: Lengths = ((65, 0, 33, 20), (207, 33, 97, 0))
 _SHORT: Lengths = ((5, 9), (7, 20))
 _LONE: Lengths = ((9,), (20,))
-_FEW: Lengths = ((33, 33), (70, 70))
+_STEPS: Lengths = ((33, 17, 49, 1, 96), (70, 300, 20, 40, 97))
 _SPLIT: Lengths = ((65, 40), (700, 130))
 
 
@@ -64,7 +64,7 @@ _LEAST = {64: 8, 96: 72, 128: 104, 192: 136, 256: 200}
 
 def full() -> Iterator[Case]:
     for turn, case in enumerate(_cases()):
-        short = (case.lengths_q, case.lengths_k) in (_SHORT, _LONE, _FEW)
+        short = (case.lengths_q, case.lengths_k) in (_SHORT, _LONE, _STEPS)
         yield _narrower(case, turn) if short else case
 
 
@@ -228,11 +228,14 @@ def _gradients(shape: Shape) -> Iterator[Case]:
 
 
 def _one_term(shape: Shape) -> Iterator[Case]:
+    """Yield cases of one term alone: sequences of 1 to 17 steps of 16 rows, so that the loop ends,
+    and goes on to the next head, after each of its turns."""
     fields: dict[str, Any] = {"backward": True, **shape}
+    lengths = (257, 20, 65, 17, 49, 100), (300, 33, 97, 70, 300, 130)
     yield packed(_LENGTHS, "varlen", causal=True, dlse="both", slack=3, **_MANY, **fields)
-    yield packed(((257, 20, 65), (300, 33, 97)), "varlen", used_q=True, used_k=True,
-                 window=(100, 20), **_GROUPS, **fields)  # fmt: skip
-    yield Case(lengths_q=_FEW[0], lengths_k=_FEW[1], **_THREES, **fields)
+    yield packed(lengths, "varlen", used_q=True, used_k=True, window=(100, 20), **_GROUPS,
+                 **fields)  # fmt: skip
+    yield packed(_STEPS, "varlen", **_THREES, **fields)
 
 
 def _bias_gradients(shape: Shape) -> Iterator[Case]:
