@@ -178,15 +178,15 @@ def judge(planted: Planted, most: int) -> Verdict:
             other += not unchanged
             if not unchanged and each.case not in ran:
                 ran.add(each.case)
-                by = caught(run_case(_quick()[each.case]))
+                by = caught(run_case(_named()[each.case]))
                 if by:
                     return Verdict(planted, text, by, each.case, same, other - 1)
     return Verdict(planted, text, "", "", same, other)
 
 
 @functools.cache
-def _quick() -> dict[str, Case]:
-    found = grid.cases("quick", EMULATOR.FEATURES, EMULATOR.DTYPES)
+def _named() -> dict[str, Case]:
+    found = grid.cases("full", EMULATOR.FEATURES, EMULATOR.DTYPES)
     return {case.name: case for case in found}
 
 

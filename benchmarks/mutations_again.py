@@ -4,8 +4,8 @@
 reads ``results/mutations_hip.json`` (or ``mutations_hip_seed_S.json``) and FILE, where
 ``coverage.py --ran FILE`` has noted what each case executes. A survivor that
 ``equivalent_faults.py`` has a reason for is equivalent. The others are tried on the cases of the
-quick level that execute their place, the quickest ``--most`` of them. In the place of a survivor
-whose code object no quick case runs any more, a fault of the same kernel and kind is drawn, in code
+file's level that execute their place, the quickest ``--most`` of them. In the place of a survivor
+whose code object no such case runs any more, a fault of the same kernel and kind is drawn, in code
 that the cases execute now.
 
 ``--save`` notes in each survivor's field ``again`` what catches it now, "equivalent" or "survived",
@@ -35,6 +35,7 @@ from pyfa.backends.hip import code
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import catalog
 from pyfa.bench.machine import to_text
+from pyfa.conformance import grid
 from pyfa.conformance.report import PASSED
 
 RESULTS = Path(__file__).parent / "results"
@@ -53,19 +54,21 @@ def planted_of(survivor: dict[str, Any], digests: set[str]) -> mutations.Planted
 
 def drawn_anew(
     survivor: dict[str, Any], number: int, noted: list[executed.Ran], images: dict[str, bytes]
-) -> mutations.Planted:
-    """A fault of the survivor's kernel and kind in what the cases execute."""
+) -> mutations.Planted | None:
+    """A fault of the survivor's kernel and kind in what the cases execute; None where FILE has no
+    case of the kernel, as of those for mods, which do not ship."""
     places = sorted({
         (digest, pc) for one in noted for digest, (kernel, pcs) in one.executed.items()
         if kernel == survivor["kernel"] and digest in images for pc in pcs
     })  # fmt: skip
     draw = random.Random(f"again/{number}")
-    while True:
+    while places:
         digest, pc = draw.choice(places)
         low, high = (int.from_bytes(images[digest][at : at + 4], "little") for at in (pc, pc + 4))
         found = [x for x in mutations.of_words(low, high) if x.kind == survivor["kind"]]
         if found:
             return mutations.Planted(digest, survivor["kernel"], pc, draw.choice(found))
+    return None
 
 
 def images_of(kernels: set[str]) -> dict[str, bytes]:
@@ -89,7 +92,9 @@ def main() -> None:
     seed = f"_seed_{options.seed}" if options.seed else ""
     result = RESULTS / f"mutations_hip{seed}.json"
     saved = json.loads(result.read_text())
-    names = set(mutations._quick())
+    emulator = mutations.EMULATOR
+    cases = grid.cases(saved["level"], emulator.FEATURES, emulator.DTYPES)
+    names = {case.name for case in cases}
     noted = [one for one in executed.read(options.ran)
              if one.case.name in names and one.status == PASSED]  # fmt: skip
     digests = {digest for one in noted for digest in one.executed}
@@ -103,7 +108,8 @@ def main() -> None:
             planted[number] = drawn_anew(survivor, number, noted, images)
     work, wanted = [], dict[str, executed.Ran]()
     for survivor, each in zip(saved["survivors"], planted, strict=True):
-        assert each is not None
+        if each is None:
+            continue
         why = equivalent_faults.of_code(each.digest, each.pc, each.fault.low)
         if why:
             survivor |= {"again": EQUIVALENT, "why": why}

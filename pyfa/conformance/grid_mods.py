@@ -145,5 +145,5 @@ def quick() -> Iterator[Case]:
     for number, name in enumerate(_QUICK):
         mod: Fields = {"mask_mod" if name in MASKS else "score_mod": name}
         options = _DENSE_WITH[2 * number % len(_DENSE_WITH)]
-        yield dense(*_TILES, dtype=HALF[number % 2], backward=True, recipe="mixed", **mod,
-                    **options)  # fmt: skip
+        fields: Fields = {"dtype": HALF[number % 2], "recipe": "mixed", **mod, **options}
+        yield dense(*_TILES, backward=True, **fields)
