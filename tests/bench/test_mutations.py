@@ -85,7 +85,7 @@ def test_a_launch_is_made_again_and_a_change_of_bytes_runs_the_case(
     plain = mutations.run_plainly(SPLIT)
     kept = [each for several in mutations._kept.values() for each in several]
     assert all(each.again(BACKENDS["emulator"].runtime) for each in kept), "the same bytes again"
-    monkeypatch.setattr(mutations, "_quick", lambda: {SPLIT.name: SPLIT})
+    monkeypatch.setattr(mutations, "_named", lambda: {SPLIT.name: SPLIT})
     options = argparse.Namespace(all=["register"], kernels="combine", seed=0, faults=0, part=(0, 1))
     planted = mutations.drawn([plain], plain.objects, {SPLIT.name}, options)[1][:40]
     verdicts = [mutations.judge(each, 9) for each in planted]
