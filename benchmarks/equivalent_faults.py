@@ -136,7 +136,7 @@ _TIE = "only the choice between two equally near bf16 values, on exact ties of t
 _FIRST = "the first of two corrections of a division; where they are equal the second one makes it"
 _SIZES = "a bias has elements of 1, 2 or 4 bytes: more than 3 of them are 4"
 _BYTES = "the table is of bytes: the high words of its bounds are 0"
-_WHOLE = "a tile that is left open is visited with a mask, which hides what a row does not see"
+_LEFT_OPEN = "a tile that is left open is visited with a mask, which hides what a row does not see"
 _SIGN = "the sign of an index or of a number of heads, which is 0"
 _DROPOUT = (
     "dropout keeps a word below the threshold; only a random word equal to it, 1 in 2^32, differs"
@@ -153,10 +153,13 @@ _POINTS = (
     "before is its own row's. That all of it is seen is found less often: "
     f"{_MASKED}"
 )
-_ONE_TURN = "this dimension's index is a head or a sequence, one number: its loop has one turn"
-_UNDECIDED = (
-    "a tile that is left undecided is visited with a mask, which hides what a row does not see"
+_MULTIPLES = (
+    "differs only where a head_dim is no multiple of 8; such heads are padded before a kernel runs"
 )
+_FIRST_THREAD = (
+    "compared is the first lane's thread, a multiple of 64, with one less than such a multiple"
+)
+_ONE_TURN = "this dimension's index is a head or a sequence, one number: its loop has one turn"
 _UNKNOWN = (
     "nothing is known of the range, as where it has too many elements: tiles are asked point by "
     "point, or get a mask"
@@ -168,8 +171,7 @@ _IN_FRONT = (
 _BEHIND = "writes what fills a list behind its count, which no kernel reads (lists.h)"
 _NO_WINDOW = "attention_latent has no window: every key is inside of its bounds"
 _CODE: dict[tuple[str, int, int], str] = {
-    ("bc3b566455d8", 0x2384, 0xB58300FF):
-        "compared is the first lane's thread, a multiple of 64, which 255 is not",
+    ("bc3b566455d8", 0x2384, 0xB58300FF): _FIRST_THREAD,
     ("c4307fec6016", 0xAF20, 0x7D9C4442): _DROPOUT,
     ("6dbfc7207df9", 0x9FE8, 0x7D9C5448): _DROPOUT,
     ("719d2e429b59", 0x2AD0, 0xD1C80010): _TIE,
@@ -195,8 +197,7 @@ _CODE: dict[tuple[str, int, int], str] = {
     ("e404b70e459a", 0x19BC, 0xBF800000):
         "it waits for cache_batch_idx and cache_leftpad, which no call with a gradient has; what "
         "was loaded before has the wait at 0x1974",
-    ("113800027462", 0x39D4, 0xBF0B9904):
-        "differs at a head_dim of 25 alone; kernels get multiples of 8, others are padded before",
+    ("113800027462", 0x39D4, 0xBF0B9904): _MULTIPLES,
     ("e842649d3eff", 0x1A84, 0xD0E1001E):
         "the number of rows for which all keys of a tile are inside the window becomes 0 or "
         "negative: tiles that need no mask get one, which hides nothing",
@@ -235,16 +236,13 @@ _CODE: dict[tuple[str, int, int], str] = {
     ("3944a0423cba", 0x1848, 0x7DCC0016): _EQUAL,
     ("06d0e38d3a7c", 0x1AA4, 0xBF05801D):
         "attention_latent has no window: window_left is -1",
-    ("347c4d7b1f4d", 0x269C, 0x7D8C0A21):
-        "differs at 3 more than a multiple of 4 alone; kernels get multiples of 8, others are "
-        "padded before",
+    ("347c4d7b1f4d", 0x269C, 0x7D8C0A21): _MULTIPLES,
     ("f6d8f86dea23", 0x1D44, 0xD87E0010):
         "the first lane of each 16 stores, and the eight lanes of which it reads one hold the same "
         "sum",
     ("50f562a297d7", 0x3B14, 0x7D865E84):
         "the element read in addition is the first of the other half of the head, and is not used",
-    ("471acdaccadc", 0x54C0, 0xB68D00B9):
-        "differs at a head_dim of 185 alone; kernels get multiples of 8, others are padded before",
+    ("471acdaccadc", 0x54C0, 0xB68D00B9): _MULTIPLES,
     ("7abbddb3a8eb", 0x1FE0, 0xBF03C105):
         "window_right of -1 is read as 2^32 - 1 and a shift, which is no bound either",
     ("ccc109f24911", 0x3248, 0xBF800000): _AWAITED,
@@ -257,8 +255,7 @@ _CODE: dict[tuple[str, int, int], str] = {
     ("7ab818302686", 0x4274, 0xBF038313): _SIZES,
     ("06d0e38d3a7c", 0x5460, 0x7C8D55C9): _EQUAL,
     ("ae8e994c6019", 0x518C, 0x7D9D4C15): _DROPOUT,
-    ("772b34a53fc0", 0x1860, 0xB59001FF):
-        "compared is the first lane's thread, a multiple of 64, which 511 is not",
+    ("772b34a53fc0", 0x1860, 0xB59001FF): _FIRST_THREAD,
     ("acf07efba6ca", 0x1EFC, 0xD1C80015): _TIE,
     ("705ca0f6d98a", 0x1BC4, 0xD87E0008): _BYTES,
     ("7aab0f0ebd01", 0x4690, 0xBF080003): _FIRST,
@@ -273,12 +270,10 @@ _CODE: dict[tuple[str, int, int], str] = {
     ("6bded87916ed", 0x1994, 0xBF080406): _DIVISION,
     ("11cba3577d07", 0x98F0, 0xD043016A): _TANH,
     ("f9154cb36da2", 0x1E80, 0xBF058006): _IN_FRONT,
-    ("32e49c3861a0", 0x1BE0, 0xD86C0040): _WHOLE,
-    ("e6a9436cd890", 0x1E5C, 0xD86C0080): _WHOLE,
-    ("a910b100343d", 0x1EE0, 0xBF870003): _WHOLE,
-    ("d02169065a65", 0x19B4, 0xD0C30008):
-        "differs at 2 more than a multiple of 4 alone; kernels get multiples of 8, others are "
-        "padded before",
+    ("32e49c3861a0", 0x1BE0, 0xD86C0040): _LEFT_OPEN,
+    ("e6a9436cd890", 0x1E5C, 0xD86C0080): _LEFT_OPEN,
+    ("a910b100343d", 0x1EE0, 0xBF870003): _LEFT_OPEN,
+    ("d02169065a65", 0x19B4, 0xD0C30008): _MULTIPLES,
     # Of seed 4.
     ("347c4d7b1f4d", 0x2200, 0x7C8C0523): _EQUAL,
     ("7aab0f0ebd01", 0x27EC, 0x7E2C0302):
@@ -292,11 +287,11 @@ _CODE: dict[tuple[str, int, int], str] = {
     ("69c9f4ef486f", 0x59E0, 0x96082107):
         "the high word of dv's head stride times a head; pyfa makes dv, whose heads are head_dim_v "
         "apart",
-    ("f7ad574c526e", 0x2788, 0xBF89FE9D): _UNDECIDED,
+    ("f7ad574c526e", 0x2788, 0xBF89FE9D): _LEFT_OPEN,
     ("26c42edac527", 0x1A4C, 0x7E16030B): _ONE_TURN,
     ("ca3e19e4f120", 0x239C, 0xBF03C109):
         "window_right of -1 is read as 2^32 - 1, which is no bound either",
-    ("3cfde8b50566", 0x2044, 0xBF850043): _UNDECIDED,
+    ("3cfde8b50566", 0x2044, 0xBF850043): _LEFT_OPEN,
     ("d02169065a65", 0x1AC4, 0x7C8C0323): _EQUAL,
     ("0407d7dadbe9", 0x1A48, 0x7E16030B): _ONE_TURN,
     ("67c9b1e7ae10", 0x1BC4, 0xD2860000):
@@ -314,11 +309,10 @@ _CODE: dict[tuple[str, int, int], str] = {
         "whose rows are fewer than 2^32 elements apart; both products are 0",
     ("772b34a53fc0", 0x18B8, 0xD0CD0000): "the other lanes store the same number",
     ("0407d7dadbe9", 0x1C28, 0xD87E0010): _BYTES,
-    ("772b34a53fc0", 0x2494, 0xBF89FE5B): _UNDECIDED,
+    ("772b34a53fc0", 0x2494, 0xBF89FE5B): _LEFT_OPEN,
     ("ccc109f24911", 0x36B4, 0xD0C1000C): _NO_WINDOW,
     ("71640c498165", 0x2658, 0xBF890051): _BEHIND,
-    ("b0ff6d312b4e", 0x6314, 0xB68A0079):
-        "differs at a head_dim of 121 alone; kernels get multiples of 8, others are padded before",
+    ("b0ff6d312b4e", 0x6314, 0xB68A0079): _MULTIPLES,
     ("8c7e7592f8b8", 0x1E50, 0xBF890051): _BEHIND,
     ("7aab0f0ebd01", 0x1C2C, 0xBF08000A): _DIVISION,
     ("67d9027d78b0", 0x5F78, 0xD043016A): _TANH,
@@ -344,8 +338,7 @@ _CODE: dict[tuple[str, int, int], str] = {
     ("67c9b1e7ae10", 0x1658, 0x280A040D): "a division of 64 bits where one of 32 would do",
     ("9bfbea36209c", 0x1B40, 0x7DC61902): _EQUAL,
     ("80ae669b317f", 0x3538, 0x9213483B): _SIGN,
-    ("51f57350849d", 0x1818, 0xB59000FF):
-        "compared is the first lane's thread, a multiple of 64, which 255 is not",
+    ("51f57350849d", 0x1818, 0xB59000FF): _FIRST_THREAD,
     ("06d0e38d3a7c", 0x4544, 0x7D936615): _FIRST,
     ("3cfde8b50566", 0x221C, 0x683C051C):
         "a point of eight is asked at another place of its block, whose mask hides a third of the "

@@ -123,11 +123,15 @@ def lists(count: int) -> Iterator[Case]:
     yield packed(((2, 2), (513, 300)), "kvcache", block_mask=64, **splits)
 
 
+def _mod(name: str) -> Fields:
+    return {"mask_mod" if name in MASKS else "score_mod": name}
+
+
 def everywhere(names: tuple[str, ...] = (*MASKS, *SCORES)) -> Iterator[Case]:
     """Yield each mod in dense calls with pyfa's own score terms and masks, in packed calls, with
     pages and in decode. Dtypes and shapes vary from mod to mod."""
     for number, name in enumerate(names):
-        mod: Fields = {"mask_mod" if name in MASKS else "score_mod": name}
+        mod = _mod(name)
         for index, options in enumerate(_DENSE_WITH):
             (rows, keys), dtype = SHAPES[(number + index) % 5], DTYPES[(number + index) % 3]
             fields: Fields = {"dtype": dtype, "backward": True, **mod, **options}
@@ -143,7 +147,7 @@ def everywhere(names: tuple[str, ...] = (*MASKS, *SCORES)) -> Iterator[Case]:
 def quick() -> Iterator[Case]:
     """Yield one case like those of ``everywhere`` for each of a few mods, with several tiles."""
     for number, name in enumerate(_QUICK):
-        mod: Fields = {"mask_mod" if name in MASKS else "score_mod": name}
+        mod = _mod(name)
         options = _DENSE_WITH[2 * number % len(_DENSE_WITH)]
         fields: Fields = {"dtype": HALF[number % 2], "recipe": "mixed", **mod, **options}
         yield dense(*_TILES, backward=True, **fields)

@@ -70,11 +70,12 @@ def full() -> Iterator[Case]:
 
 def _narrower(case: Case, turn: int) -> Case:
     """Return the case with heads that end inside the tile, at another multiple of 8 each turn."""
-    of_q, of_v = (
-        dim - 8 * (1 + turn % ((dim - _LEAST[dim]) // 8))
-        for turn, dim in ((turn, case.head_dim), (turn + 1, case.head_dim_v))
-    )
-    return replace(case, head_dim=of_q, head_dim_v=of_v)
+    dims = _inside(case.head_dim, turn), _inside(case.head_dim_v, turn + 1)
+    return replace(case, head_dim=dims[0], head_dim_v=dims[1])
+
+
+def _inside(dim: int, turn: int) -> int:
+    return dim - 8 * (1 + turn % ((dim - _LEAST[dim]) // 8))
 
 
 def _cases() -> Iterator[Case]:
