@@ -9,8 +9,9 @@ lengths in addition.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
     "sizes_of",
     "states_across",
     "visits_of",
+    "watched",
 ]
 
 FULL = -(1 << 31)
@@ -99,7 +101,14 @@ def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | No
     """
     if not _is_exact(call.mods):
         return kept_lists(call, ("all", tiles), lambda: _all_partial(call, tiles))
-    return kept_lists(call, ("lists", tiles), lambda: (make or make_lists)(call, tiles))
+
+    def made() -> Lists:
+        lists = (make or make_lists)(call, tiles)
+        for watcher in _watchers:
+            watcher(call, tiles, lists)
+        return lists
+
+    return kept_lists(call, ("lists", tiles), made)
 
 
 def bound_lists(
@@ -108,11 +117,33 @@ def bound_lists(
     """Return ``lists_of`` as a function of the tensors of ``form``, for calls that differ from
     ``call`` only in values and addresses. ``make`` is such a function, too."""
     mask = mask_of(call)
+
+    def made(tensors: Sequence[torch.Tensor]) -> Lists:
+        lists = make(tensors)
+        for watcher in _watchers:
+            watcher(form.fill(tensors)[0], tiles, lists)
+        return lists
+
     if is_exact(mask):
-        return kept.Bound(call, form, mask, ("lists", tiles), make)
+        return kept.Bound(call, form, mask, ("lists", tiles), made)
     return kept.Bound(
         call, form, mask, ("all", tiles), lambda tensors: _all_partial(form.fill(tensors)[0], tiles)
     )
+
+
+_Watcher = Callable[[Call, Tiles, Lists], None]
+_watchers: list[_Watcher] = []
+
+
+@contextlib.contextmanager
+def watched(watcher: _Watcher) -> Iterator[None]:
+    """Call ``watcher`` with all lists that are made in this process, except those in which every
+    tile is partial because the mask_mod is not exact."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
 
 
 def kept_lists(call: Call, what: Hashable, make: Callable[[], Lists]) -> Lists:
