@@ -112,7 +112,7 @@ class Pace(NamedTuple):
 
 
 # Tiles of plain or causal calls whose grid is known, including the general tiles (``FORWARD``).
-# Fitted to 29 shapes of head_dim 64 and 11 of each other head_dim on an H100, and to 47 shapes of
+# Fitted to 29 shapes of head_dim 64 and 11 of each other head_dim on an H100, and to 51 shapes of
 # head_dim 64, 14 of 96 and 32 of 128 on an H200 (docs/kernels/cuda_sm90_forward.md). Tiles with
 # fewer warpgroups leave fewer rows empty and fill a device with small grids. Tiles of 80, 96 and
 # 112 keys fit lengths of 50 or 77, 257 and 197 tokens.
