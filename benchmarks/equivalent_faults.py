@@ -170,6 +170,7 @@ _IN_FRONT = (
 )
 _BEHIND = "writes what fills a list behind its count, which no kernel reads (lists.h)"
 _NO_WINDOW = "attention_latent has no window: every key is inside of its bounds"
+_HALVES = "the last of six exchanges: all lanes of the other half hold the same bounds"
 _CODE: dict[tuple[str, int, int], str] = {
     ("bc3b566455d8", 0x2384, 0xB58300FF): _FIRST_THREAD,
     ("c4307fec6016", 0xAF20, 0x7D9C4442): _DROPOUT,
@@ -353,6 +354,45 @@ _CODE: dict[tuple[str, int, int], str] = {
         "a workgroup that begins where the rows end owns none, and stores nothing",
     ("991a382ed1d2", 0xB3B0, 0xBF038332): _SIZES,
     ("d02169065a65", 0x2130, 0x7C8C0702): _EQUAL,
+    ("dbafb40c2083", 0x227C, 0x68383A90):
+        "two points of eight stay in the first block of 64 rows; the other six ask each block of "
+        "64, of which a table has one state",
+    ("32e49c3861a0", 0x1C78, 0x7D8C1102): _POINTS,
+    ("7ab818302686", 0x1F70, 0xBF800000):
+        "a call with seqused_k and a gradient has cu_seqlens_k, whose load is waited for behind "
+        "all loads before it; the load after it has a wait of its own",
+    ("f527adb81629", 0x17B4C, 0xD87E0080):
+        "the first exchange is with lane ^ 48 instead of lane ^ 16, the second with lane ^ 32: "
+        "after both each of a column's four lanes has the maximum of all",
+    ("b0e7eb9a2c04", 0x5FDC, 0x7C8C4B24): _EQUAL,
+    ("122fb50464ab", 0x17A8, 0x81810300):
+        "the mask_mod asks for neither b nor h: of one table every number is below the number of "
+        "tiles, and the quotient is 0",
+    ("e50954283920", 0x20B0, 0xD87E0010): _HALVES,
+    ("2930f7ed3841", 0x20D4, 0xD87E0010): _HALVES,
+    ("0cfa988f86b6", 0x1D9C, 0x7D8C5B02): _POINTS,
+    ("71640c498165", 0x1F9C, 0x3A080A80):
+        "the high word of one minus a truth value: 0 before and after, as is the register that is "
+        "written instead",
+    ("5cd11b0746a8", 0x1D4C, 0x7DC8042C): _UNKNOWN,
+    ("b715d0bde374", 0x1E7C, 0xBF890030): _BEHIND,
+    ("ccc109f24911", 0x341C, 0xBF800000): _AWAITED,
+    ("ccc109f24911", 0x32B0, 0xBF800000): _AWAITED,
+    ("ccc109f24911", 0x7FB8, 0x7C8D9300): _EQUAL,
+    ("7aab0f0ebd01", 0x1CF4, 0xBF800000):
+        "both ways to it have the same wait, and no load comes after it",
+    ("90e49b7dcda6", 0x1FCC, 0xBF080205): _DIVISION,
+    ("ccc109f24911", 0x1BF8, 0xBF0B1005):
+        "the parts of the keys become longer, and the last ones may have none: splits of another "
+        "size, which changes no result but its rounding",
+    ("d02169065a65", 0x19BC, 0xD0C3000A): _MULTIPLES,
+    ("d02169065a65", 0x19B4, 0xD0C40008): _MULTIPLES,
+    ("ece00d9cb0e4", 0x1964, 0xBF081221): _DIVISION,
+    ("ca2f14e55cb8", 0x1868, 0xBF08120A): _FIRST,
+    ("3944a0423cba", 0x1F3C, 0x7DC61502): _EQUAL,
+    ("7aab0f0ebd01", 0x3480, 0xBF800000):
+        "the wait for the sines, before it, is for all loads, and no load comes between them",
+    ("5ba0d43790c6", 0x5468, 0xBF038326): _SIZES,
 }  # fmt: skip
 
 _SIZE = "another size of tiles, which changes no result but its rounding"
