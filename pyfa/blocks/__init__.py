@@ -98,20 +98,26 @@ def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | No
     They are built again if a captured tensor was changed in place.
     """
     if not _is_exact(call.mods):
-        return kept_lists(call, ("all", tiles), lambda: _all_partial(call, tiles))
+        mask, sizes, device = mask_of(call), build.counts_of(call, tiles), call.q.device
+        return kept.find(call, mask, ("all", tiles), lambda: _all_partial(sizes, device), False)
     return kept_lists(call, ("lists", tiles), lambda: (make or make_lists)(call, tiles))
 
 
 def bound_lists(
-    call: Call, form: Form, tiles: Tiles, make: Callable[[Sequence[torch.Tensor]], Lists]
+    call: Call,
+    form: Form,
+    tiles: Tiles,
+    make: Callable[[Sequence[torch.Tensor], Lists | None], Lists],
 ) -> Callable[[Sequence[torch.Tensor]], Lists]:
     """Return ``lists_of`` as a function of the tensors of ``form``, for calls that differ from
-    ``call`` only in values and addresses. ``make`` is such a function, too."""
+    ``call`` only in values and addresses. ``make`` is such a function, too; it may write into the
+    memory of earlier lists, if it is given some."""
     mask = mask_of(call)
     if is_exact(mask):
         return kept.Bound(call, form, mask, ("lists", tiles), make)
+    sizes, device = build.counts_of(call, tiles), call.q.device
     return kept.Bound(
-        call, form, mask, ("all", tiles), lambda tensors: _all_partial(form.fill(tensors)[0], tiles)
+        call, form, mask, ("all", tiles), lambda *_: _all_partial(sizes, device), False
     )
 
 
@@ -182,9 +188,8 @@ def make_lists(call: Call, tiles: Tiles) -> Lists:
         return Lists(*build.listed(states, FULL))
 
 
-def _all_partial(call: Call, tiles: Tiles) -> Lists:
-    owned, streamed = build.counts_of(call, tiles)
-    device = call.q.device
+def _all_partial(sizes: tuple[int, int], device: torch.device) -> Lists:
+    owned, streamed = sizes
     counts = torch.full((1, 1, owned), streamed, dtype=torch.int32, device=device)
     entries = torch.arange(streamed, dtype=torch.int32, device=device)
     return Lists(counts, entries.expand(1, 1, owned, streamed).contiguous())
