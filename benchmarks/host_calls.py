@@ -6,8 +6,10 @@ rows take turns, so that load and clock strike all alike. "autograd alone" is a 
 tensors that does nothing, forward and backward: what of a training step's host time is PyTorch's
 engine; in "one thread" the engine runs on the thread that asks for gradients, by
 ``torch.autograd.set_multithreading_enabled(False)``. "new total" are packed calls whose total of
-rows never came before. "decode" is on the device, by events, as a fraction of the same call in a
-CUDA graph.
+rows never came before. "documents" are calls with a mask_mod that reads a document map, without
+what makes the map: the same map at each call, the map changed in place before each call, or a map
+that never came before, with the earlier ones freed or alive. "decode" is on the device, by events,
+as a fraction of the same call in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -141,6 +143,54 @@ def new_totals(training: bool, alone: bool = False) -> list[float]:
     return times[20:]
 
 
+def documents() -> dict[str, list[float]]:
+    """Seconds of calls with a document map as a mask_mod captures it, of every kind in every
+    round."""
+    rows, heads = 512, 4
+    q, k, v, dout = (random(2, rows, heads, 64) for _ in range(4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    own = torch.arange(rows, device="cuda", dtype=torch.int32) // 64
+
+    def forward(at: torch.Tensor) -> None:
+        pyfa.attention(q, k, v, mask_mod=lambda b, h, i, j: (at[i] == at[j]) & (i >= j))
+
+    def training(at: torch.Tensor) -> None:
+        out = pyfa.attention(*leaves, mask_mod=lambda b, h, i, j: (at[i] == at[j]) & (i >= j))
+        torch.autograd.grad(out, leaves, dout)
+
+    alive: list[torch.Tensor] = []
+
+    def changed() -> torch.Tensor:
+        return own.add_(0)  # of which nobody knows that it changes nothing
+
+    def kept() -> torch.Tensor:
+        alive.append(own.clone())
+        return alive[-1]
+
+    makers: dict[str, Callable[[], torch.Tensor]] = {
+        "the same": lambda: own,
+        "changed in place": changed,
+        "new": own.clone,
+        "new, all alive": kept,
+    }
+    times: dict[str, list[float]] = {}
+    for turn in range(_ROUNDS + 3):
+        for way, attend in (("forward", forward), ("forward and backward", training)):
+            for name, make in makers.items():
+                torch.cuda.synchronize()
+                total = 0.0
+                for _ in range(_CALLS // 2):
+                    at = make()
+                    begin = time.perf_counter()
+                    attend(at)
+                    total += time.perf_counter() - begin
+                if turn >= 3:
+                    times.setdefault(f"documents, {name}, {way}", []).append(total / (_CALLS // 2))
+                alive.clear()
+    torch.cuda.synchronize()
+    return times
+
+
 def decode_beside_a_graph() -> float:
     """Time of decode of one sequence of 65,536 keys called eagerly, over that in a CUDA graph."""
     q, k, v = random(1, 1, 32, 128), random(1, 65536, 8, 128), random(1, 65536, 8, 128)
@@ -183,6 +233,8 @@ def main() -> None:
         for name, times in measure({x: functions[x] for x in ("sdpa", "plain")}).items():
             note(f"{name}, inference mode", times)
     for name, times in measure(functions).items():
+        note(name, times)
+    for name, times in documents().items():
         note(name, times)
     note("new total, forward", new_totals(training=False))
     note("new total, forward and backward", new_totals(training=True))
