@@ -26,9 +26,9 @@ __all__ = [
     "Tiles",
     "Visits",
     "asks_for",
+    "bound_kept_lists",
     "bound_lists",
     "is_exact",
-    "kept_lists",
     "keys_visited",
     "lists_of",
     "make_lists",
@@ -97,10 +97,11 @@ def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | No
 
     They are built again if a captured tensor was changed in place.
     """
+    mask = mask_of(call)
     if not _is_exact(call.mods):
-        mask, sizes, device = mask_of(call), build.counts_of(call, tiles), call.q.device
+        sizes, device = build.counts_of(call, tiles), call.q.device
         return kept.find(call, mask, ("all", tiles), lambda: _all_partial(sizes, device), False)
-    return kept_lists(call, ("lists", tiles), lambda: (make or make_lists)(call, tiles))
+    return kept.find(call, mask, ("lists", tiles), lambda: (make or make_lists)(call, tiles))
 
 
 def bound_lists(
@@ -121,10 +122,15 @@ def bound_lists(
     )
 
 
-def kept_lists(call: Call, what: Hashable, make: Callable[[], Lists]) -> Lists:
-    """Return ``make()``, lists of the kind ``what`` of ``call``'s mask_mod, cached until a captured
-    tensor changes."""
-    return kept.find(call, mask_of(call), what, make)
+def bound_kept_lists(
+    call: Call,
+    form: Form,
+    what: Hashable,
+    make: Callable[[Sequence[torch.Tensor], Lists | None], Lists],
+) -> Callable[[Sequence[torch.Tensor]], Lists]:
+    """Return ``make``, which makes lists of the kind ``what`` of ``call``'s mask_mod, cached until
+    a captured tensor changes. See ``bound_lists``."""
+    return kept.Bound(call, form, mask_of(call), what, make)
 
 
 def sizes_of(call: Call, tiles: Tiles) -> tuple[int, int, int, int]:
