@@ -35,8 +35,11 @@ _MOST, _MOST_BYTES = 256, 1 << 29
 # third of a new document map's time on the host. One of each two may be gone, so that what is gone
 # becomes less even where every call has new tensors.
 _LOOKED_AT = 2
-# Entries of a bound call, besides its last one, whose memory it may write again.
-_MOST_OLDER = 8
+# Entries of a bound call, besides its last one, whose memory it may write again, and how many of
+# them each new tensor looks at. Of 16 maps that are alive together, as those of a step that
+# accumulates gradients, a call took 14.0 µs on a CPU with 8 of which one is looked at, and 11.9
+# with these.
+_MOST_OLDER, _TRIED = 64, 2
 
 # The number of the storage and the address of each captured tensor.
 _Place = tuple[int, ...]
@@ -223,14 +226,12 @@ class Bound(Generic[_Made]):
             and _torch.are_any_gone(last.storages)
         ):
             return last
-        if older:
-            entry = older[0]
-            if entry.state is None or entry.made is None:
-                older.popleft()
-            elif entry.stream == stream and _torch.are_any_gone(entry.storages):
-                return older.popleft()
-            else:
-                older.rotate(-1)  # so that another one is looked at the next time
+        for _ in range(min(len(older), _TRIED)):
+            entry = older.popleft()
+            if entry.state is not None and entry.made is not None:
+                if entry.stream == stream and _torch.are_any_gone(entry.storages):
+                    return entry
+                older.append(entry)  # so that another one is looked at the next time
         return None
 
     def _set_last(self, entry: _Entry) -> None:

@@ -224,6 +224,20 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept.Bound, "__init__", init)
 
 
+def test_maps_of_a_step_that_are_alive_together(written: list[bool]) -> None:
+    """Those of the next step write into what they leave, whatever else stays alive."""
+    tensors, own = inputs(), document(1)
+    attend(tensors, own)
+    for step in range(4):
+        written.clear()
+        maps = [document(10 * step + n) for n in range(4)]
+        for at in maps:
+            assert agree(attend(tensors, at), expected(tensors, at))
+        del at
+    assert written == [True] * 4
+    assert len(kept._entries) <= 6
+
+
 def test_no_list_is_written_again_on_another_stream(
     monkeypatch: pytest.MonkeyPatch, written: list[bool]
 ) -> None:
