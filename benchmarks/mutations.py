@@ -57,6 +57,7 @@ from pyfa.backends import BACKENDS
 from pyfa.backends.hip import runtime_emulator
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import catalog
+from pyfa.blocks import kept as kept_lists
 from pyfa.conformance import build, examine, grid, runner
 from pyfa.conformance.cases import Case
 from pyfa.conformance.report import CRASHED, FAILED, PASSED
@@ -106,6 +107,7 @@ def expected_of(case: Case) -> examine.Expected:
 
 
 def run_case(case: Case) -> runner.CaseResult:
+    kept_lists.clear()  # lists that were made without the fault
     return runner.run_case(EMULATOR, case, torch.device("cpu"), expected_of(case))
 
 

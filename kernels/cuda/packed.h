@@ -19,6 +19,14 @@ DEVICE int blocks_of(const Params &p, int batch, int size) {
 DEVICE int sum_of_lanes(int x) { return __reduce_add_sync(kAllLanes, x); }
 DEVICE int max_of_lanes(int x) { return __reduce_max_sync(kAllLanes, x); }
 
+// KV heads of a section, of `heads` of a sequence: at least as many as fit, so that the last section lacks the smallest
+// share (as plans.kv_heads_together). Each lane tries one number.
+DEVICE int equal_sections(int heads, int fitting) {
+  int least = min(fitting, heads), tried = least + min(lane_index(), least);
+  unsigned share = __float_as_uint((float)(tried - 1 - (heads - 1) % tried) * reciprocal((float)tried));
+  return least + __ffs(__ballot_sync(kAllLanes, share == __reduce_min_sync(kAllLanes, share))) - 1;
+}
+
 // One tile of work: block number `block` of `blocks` of a head of a sequence.
 struct PackedTile {
   int batch, head, block, blocks, split;
@@ -77,7 +85,7 @@ struct PackedTiles {
         sequences = 1;
         int group = p.heads_q / p.heads_k, all = max(sequence_of(p, batch).keys, 1);
         int fitting = max(kSectionOfKeys / (p.head_dim + p.head_dim_v) / all, 1);
-        members = min(of_keys ? fitting : fitting * group, members - head);
+        members = min(of_keys ? fitting : equal_sections(members / group, fitting) * group, members - head);
       }
     }
     blocks = lane_index() < sequences ? blocks_of<of_keys>(p, mine, size) : 0;

@@ -9,8 +9,9 @@ lengths in addition.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
     "sizes_of",
     "states_across",
     "visits_of",
+    "watched",
 ]
 
 FULL = -(1 << 31)
@@ -101,7 +103,14 @@ def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | No
     if not _is_exact(call.mods):
         sizes, device = build.counts_of(call, tiles), call.q.device
         return kept.find(call, mask, ("all", tiles), lambda: _all_partial(sizes, device), False)
-    return kept.find(call, mask, ("lists", tiles), lambda: (make or make_lists)(call, tiles))
+
+    def made() -> Lists:
+        lists = (make or make_lists)(call, tiles)
+        for watcher in _watchers:
+            watcher(call, tiles, lists)
+        return lists
+
+    return kept.find(call, mask, ("lists", tiles), made)
 
 
 def bound_lists(
@@ -114,8 +123,15 @@ def bound_lists(
     ``call`` only in values and addresses. ``make`` is such a function, too; it may write into the
     memory of earlier lists, if it is given some."""
     mask = mask_of(call)
+
+    def made(tensors: Sequence[torch.Tensor], older: Lists | None) -> Lists:
+        lists = make(tensors, older)
+        for watcher in _watchers:
+            watcher(form.fill(tensors)[0], tiles, lists)
+        return lists
+
     if is_exact(mask):
-        return kept.Bound(call, form, mask, ("lists", tiles), make)
+        return kept.Bound(call, form, mask, ("lists", tiles), made)
     sizes, device = build.counts_of(call, tiles), call.q.device
     return kept.Bound(
         call, form, mask, ("all", tiles), lambda *_: _all_partial(sizes, device), False
@@ -131,6 +147,21 @@ def bound_kept_lists(
     """Return ``make``, which makes lists of the kind ``what`` of ``call``'s mask_mod, cached until
     a captured tensor changes. See ``bound_lists``."""
     return kept.Bound(call, form, mask_of(call), what, make)
+
+
+_Watcher = Callable[[Call, Tiles, Lists], None]
+_watchers: list[_Watcher] = []
+
+
+@contextlib.contextmanager
+def watched(watcher: _Watcher) -> Iterator[None]:
+    """Call ``watcher`` with all lists that are made in this process, except those in which every
+    tile is partial because the mask_mod is not exact."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
 
 
 def sizes_of(call: Call, tiles: Tiles) -> tuple[int, int, int, int]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .. import api, latent, reference
+from .. import api, blocks, latent, reference
 from ..problem import Call
 from . import float8, rotary
 from .inputs import Inputs, Placed
@@ -130,7 +132,8 @@ def examine(expected: Expected, backend: str, where: torch.device) -> Findings:
     case = inputs.case
     found = Findings()
     found.digests["inputs"] = inputs.digest()
-    first = _execute(inputs, backend, where, case.backward)
+    with _watched_lists(found):
+        first = _execute(inputs, backend, where, case.backward)
     runs = [first]
     if case.backward and not case.dlse:
         # Asking for the LSE there would have asked for its gradient: the LSE is inference's.
@@ -157,6 +160,20 @@ def examine(expected: Expected, backend: str, where: torch.device) -> Findings:
     if inputs.cache_after:
         _caches(found, inputs, first.buffers)
     return found
+
+
+@contextlib.contextmanager
+def _watched_lists(found: Findings) -> Iterator[None]:
+    """Require that all block lists are exactly those of the mask_mod. A list that names an empty
+    tile, or a full tile as partial, costs time without a wrong result."""
+
+    def check(call: Call, tiles: blocks.Tiles, lists: blocks.Lists) -> None:
+        expected = blocks.make_lists(call, tiles)
+        same = all(torch.equal(a, b) for a, b in zip(lists, expected, strict=True))
+        found.require("block lists", same, f"not those of the mask_mod, for {tiles}")
+
+    with blocks.watched(check):
+        yield
 
 
 def _execute(inputs: Inputs, backend: str, where: torch.device, grad: bool) -> _Run:

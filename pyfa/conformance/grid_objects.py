@@ -40,9 +40,9 @@ _KEYS = (1, 65, 130, 190, 257, 321, 390, 450, 513, 577, 640, 705, 770, 830, 0)
 _FLOAT8_KEYS = (1, 65, 190, 257, 450, 577, 960, 1025, 1400, 1990, 0)
 # Rows of 8 heads that share a KV head: one, two and four products of 16 rows.
 _ROWS = (1, 3, 7)
-# Rows and query heads of a KV head, for divisors that are not powers of two: one, two and four
+# Rows and query heads of a KV head, for divisors that are not powers of two: one, one, two and four
 # products of 16 rows. Of those with the most rows, a sequence has three workgroups.
-_UNEVEN = ((1, 3), (7, 3), (11, 12))
+_UNEVEN = ((1, 3), (5, 3), (7, 3), (11, 12))
 _UNEVEN_WIDE = ((1, 3), (11, 6))
 # More heads than dies, which do not divide them; three heads for each die, in groups of two.
 _MANY: Shape = {"heads_q": 18, "heads_k": 9}
@@ -55,6 +55,8 @@ _LENGTHS: Lengths = ((65, 0, 33, 20), (207, 33, 97, 0))
 _SHORT: Lengths = ((5, 9), (7, 20))
 _LONE: Lengths = ((9,), (20,))
 _STEPS: Lengths = ((33, 17, 49, 1, 96), (70, 300, 20, 40, 97))
+# Sequences of 1 to 17 steps of 16 rows: the loop over them ends after each of its turns.
+_ENDS: Lengths = ((257, 20, 33, 9, 49, 100), (300, 33, 97, 70, 300, 130))
 _SPLIT: Lengths = ((65, 40), (700, 130))
 
 
@@ -214,15 +216,15 @@ def _gradients(shape: Shape) -> Iterator[Case]:
     yield packed(_LENGTHS, "varlen", causal=True, dlse="both", slack=3, **_MANY, **fields)
     lone = fields["dtype"] == HALF[1]  # a packed batch of one sequence
     yield packed(_LONE if lone else _SHORT, "varlen", **_THREES, **fields)
-    yield packed(((257, 20, 65), (300, 33, 97)), "varlen", used_q=True, used_k=True,
-                 window=(100, 20), **_GROUPS, **fields)  # fmt: skip
+    yield packed(_ENDS, "varlen", used_q=True, used_k=True, window=(100, 20), **_GROUPS,
+                 **fields)  # fmt: skip
     yield dense(33, 65, 2, **_MANY, **fields)
     yield packed(_LENGTHS, "varlen", causal=True, sinks=True, dropout_p=0.2, slack=3, **_CAPPED,
                  **_GROUPS, **fields)  # fmt: skip
     yield packed(_SHORT if lone else _LONE, "varlen", softcap=2.0, dlse="only", **_THREES,
                  **fields)  # fmt: skip
-    yield packed(((65, 20, 33), (130, 33, 97)), "varlen", bias="heads", used_q=True, used_k=True,
-                 alibi="batch", sinks=True, **_GROUPS, **grad)  # fmt: skip
+    yield packed(_ENDS, "varlen", bias="heads", used_q=True, used_k=True, alibi="batch", sinks=True,
+                 **_GROUPS, **grad)  # fmt: skip
     yield dense(200, 67, 1, bias="other", softcap=2.0, causal=True, **_MANY, **grad)
     yield dense(130, 400, 1, bias="bool", sinks=True, window=(40, 50), alibi="heads", **_GROUPS,
                 **fields)  # fmt: skip
@@ -232,11 +234,11 @@ def _one_term(shape: Shape) -> Iterator[Case]:
     """Yield cases of one term alone: sequences of 1 to 17 steps of 16 rows, so that the loop ends,
     and goes on to the next head, after each of its turns."""
     fields: dict[str, Any] = {"backward": True, **shape}
-    lengths = (257, 20, 65, 17, 49, 100), (300, 33, 97, 70, 300, 130)
     yield packed(_LENGTHS, "varlen", causal=True, dlse="both", slack=3, **_MANY, **fields)
-    yield packed(lengths, "varlen", used_q=True, used_k=True, window=(100, 20), **_GROUPS,
+    yield packed(_ENDS, "varlen", used_q=True, used_k=True, window=(100, 20), **_GROUPS,
                  **fields)  # fmt: skip
     yield packed(_STEPS, "varlen", **_THREES, **fields)
+    yield dense(33, 65, 2, **_MANY, **fields)
 
 
 def _bias_gradients(shape: Shape) -> Iterator[Case]:

@@ -380,7 +380,7 @@ def test_explain_names_the_plan() -> None:
 # fastest with (cuda_tuning_h200.json, "forward, tiles by the grid"), or with tiles of 64 keys an
 # H200 ("forward, sm90, two blocks of 64 rows and 64 keys on an SM").
 FASTEST = [
-    ((64, 197, 197, 12, 64, False), (2, 112)), ((32, 257, 257, 16, 64, False), (3, 96)),
+    ((64, 197, 197, 12, 64, False), (1, 112)), ((32, 257, 257, 16, 64, False), (3, 96)),
     ((128, 77, 77, 12, 64, False), (1, 80)), ((8, 512, 512, 16, 64, False), (3, 128)),
     ((1, 512, 512, 16, 64, True), (1, 128)), ((2, 4096, 4096, 10, 64, False), (1, 128)),
     ((1, 16384, 16384, 16, 64, True), (3, 128)), ((1, 192, 65536, 16, 64, False), (3, 128)),

@@ -97,3 +97,20 @@ def test_short_sequences_of_grouped_heads_with_gaps(backend: str, dim: int) -> N
             found |= {"dk": grads[1][of_keys][None], "dv": grads[2][of_keys][None]}
             given = q[of_rows][None], k[of_keys][None], v[of_keys][None]
             assert attention_failures(*given, found, dout[of_rows][None], causal=True) == []
+
+
+@pytest.mark.parametrize(("heads_q", "heads_k"), [(16, 16), (13, 13), (24, 24), (20, 5), (7, 1)])
+def test_sections_of_the_heads_of_a_long_packed_sequence(
+    backend: str, heads_q: int, heads_k: int
+) -> None:
+    """Of a long sequence, Hopper's forward takes some heads at a time (packed.h)."""
+    lengths = [9000, 500, 7001]
+    where = {"device": "cuda", "dtype": torch.bfloat16}
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    q, k, v = (torch.randn(sum(lengths), n, 128, **where) for n in (heads_q, heads_k, heads_k))
+    torch.full_like(q, torch.nan)  # what the output's memory holds before
+    given = {"causal": True, "backend": backend}
+    found = pyfa.attention_varlen(q, k, v, offsets, offsets, 9000, 9000, **given)
+    for x, *one in zip(*(x.split(lengths) for x in (found, q, k, v)), strict=True):
+        expected = pyfa.attention(*(y[None] for y in one), **given)[0]
+        torch.testing.assert_close(x, expected, rtol=2e-2, atol=2e-2)

@@ -9,7 +9,9 @@ from ..native.backward import group_splits
 from ..native.target import BackwardGrid, Block
 from ..native.tiles import Pair
 from ..native.tiles.sm90 import (
+    BACKWARD,
     BACKWARD_OF_GRID,
+    BACKWARD_OF_LARGE_WINDOWED,
     BACKWARD_OF_WINDOW,
     BackwardPace,
     BackwardTimes,
@@ -50,12 +52,22 @@ def tiles_for(grid: BackwardGrid, pair: Pair) -> OwnBackward | None:
     if shape.window_left >= 0:
         most, tiles = BACKWARD_OF_WINDOW.get(pair, (0, None))
         equal = shape.heads_q == shape.heads_k
-        return tiles if equal and shape.window_left < most else None
+        small = equal and shape.window_left < most and not _is_large_windowed(grid, pair)
+        return tiles if small else None
     if max(shape.seqlen_q, shape.seqlen_k) > _MOST_ROWS:
         return None
     took = {pace.tiles: microseconds(grid, times, pace) for pace in times.paces}
     best, general = min(took, key=took.__getitem__), times.paces[0].tiles
     return best if took[best] < _WORTH * took[general] else None
+
+
+def _is_large_windowed(grid: BackwardGrid, pair: Pair) -> bool:
+    """Return whether a call with a small window has so many work tiles that the general tiles are
+    faster."""
+    windows, least = BACKWARD_OF_LARGE_WINDOWED.get(pair, (range(0), 0))
+    shape, keys = grid.shape, BACKWARD[pair].block_k
+    work_tiles = -(-shape.seqlen_k // keys) * shape.batch * shape.heads_k
+    return shape.window_left + 1 in windows and work_tiles >= least * grid.device.units
 
 
 def microseconds(grid: BackwardGrid, times: BackwardTimes, pace: BackwardPace) -> float:

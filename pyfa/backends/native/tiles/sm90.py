@@ -112,7 +112,7 @@ class Pace(NamedTuple):
 
 
 # Tiles of plain or causal calls whose grid is known, including the general tiles (``FORWARD``).
-# Fitted to 29 shapes of head_dim 64 and 11 of each other head_dim on an H100, and to 35 shapes of
+# Fitted to 29 shapes of head_dim 64 and 11 of each other head_dim on an H100, and to 51 shapes of
 # head_dim 64, 14 of 96 and 32 of 128 on an H200 (docs/kernels/cuda_sm90_forward.md). Tiles with
 # fewer warpgroups leave fewer rows empty and fill a device with small grids. Tiles of 80, 96 and
 # 112 keys fit lengths of 50 or 77, 257 and 197 tokens.
@@ -121,7 +121,7 @@ FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
         Pace(FORWARD[64, 64][0], 2.25, 0.0110),
         Pace(Own(1, 128, 3), 1.6, 0.0060, shared=1.3),
         Pace(Own(3, 96), 2.25, 0.0111),
-        Pace(Own(2, 112), 1.9, 0.0090),
+        Pace(Own(1, 112), 1.55, 0.0071, shared=1.2),
         Pace(Own(1, 80, 3), 1.5, 0.0082, shared=1.15),
         Pace(SMALL[64, 64], 1.4, 0.0068, shared=1.25),
     ),
@@ -307,6 +307,12 @@ BACKWARD_OF_WINDOW: dict[Pair, tuple[int, OwnBackward]] = {
     (128, 128): (80, OwnBackward(1, 32, one_sender=True, blocks=2)),
     (256, 256): (320, _32_OF_256),
 }
+# Of these, windows whose calls keep the general tiles if the grid has at least so many work tiles
+# for each SM. At head_dim 64, two tiles of 128 rows see 128 keys up to windows of 129 keys, and
+# three tiles of 64 rows see 64 keys from windows of 66 keys on. On an H200, windows of 96 and 128
+# keys are 1.00 to 1.04 times as fast with the general tiles if there are 8 work tiles for each SM
+# or more, and 0.92 to 0.97 times if there are up to 4. Windows come rounded up: 129 keys as 144.
+BACKWARD_OF_LARGE_WINDOWED: dict[Pair, tuple[range, int]] = {(64, 64): (range(66, 145), 7)}
 
 # The same for several score terms at once and for a score_mod, whose registers leave room for fewer
 # rows; for sinks where the tiles above leave too little shared memory; and for P passed on in
