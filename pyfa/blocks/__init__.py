@@ -124,14 +124,15 @@ def bound_lists(
     memory of earlier lists, if it is given some."""
     mask = mask_of(call)
 
-    def made(tensors: Sequence[torch.Tensor], older: Lists | None) -> Lists:
+    def watched_make(tensors: Sequence[torch.Tensor], older: Lists | None) -> Lists:
         lists = make(tensors, older)
         for watcher in _watchers:
             watcher(form.fill(tensors)[0], tiles, lists)
         return lists
 
     if is_exact(mask):
-        return kept.Bound(call, form, mask, ("lists", tiles), made)
+        bound = watched_make if _watchers else make
+        return kept.Bound(call, form, mask, ("lists", tiles), bound)
     sizes, device = build.counts_of(call, tiles), call.q.device
     return kept.Bound(
         call, form, mask, ("all", tiles), lambda *_: _all_partial(sizes, device), False
@@ -155,8 +156,9 @@ _watchers: list[_Watcher] = []
 
 @contextlib.contextmanager
 def watched(watcher: _Watcher) -> Iterator[None]:
-    """Call ``watcher`` with all lists that are made in this process, except those in which every
-    tile is partial because the mask_mod is not exact."""
+    """Call ``watcher`` with the lists that are made in this process, except those in which every
+    tile is partial because the mask_mod is not exact, and those of calls that repeat a call made
+    before without any watcher."""
     _watchers.append(watcher)
     try:
         yield
