@@ -1,13 +1,15 @@
 """Time the host side of repeated calls on a GPU, compared with PyTorch's attention.
 
-``python benchmarks/host_calls.py [--save]`` writes ``results/host_calls_<gpu>.json``. A figure is
+``python benchmarks/host_calls.py [--parts calls documents totals] [--save]``. A figure is
 the median over rounds of 60 calls that do not wait for the device, in µs a call; the rounds of all
 rows take turns, so that load and clock strike all alike. "autograd alone" is a function of three
 tensors that does nothing, forward and backward: what of a training step's host time is PyTorch's
 engine; in "one thread" the engine runs on the thread that asks for gradients, by
 ``torch.autograd.set_multithreading_enabled(False)``. "new total" are packed calls whose total of
-rows never came before. "decode" is on the device, by events, as a fraction of the same call in a
-CUDA graph.
+rows never came before. "documents" are calls with a mask_mod that reads a document map, without
+what makes the map: the same map at each call, the map changed in place before each call, or a map
+that never came before, with the earlier ones freed or alive. "decode" is on the device, by events,
+as a fraction of the same call in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -141,6 +143,54 @@ def new_totals(training: bool, alone: bool = False) -> list[float]:
     return times[20:]
 
 
+def documents() -> dict[str, list[float]]:
+    """Seconds of calls with a document map as a mask_mod captures it, of every kind in every
+    round."""
+    rows, heads = 512, 4
+    q, k, v, dout = (random(2, rows, heads, 64) for _ in range(4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    own = torch.arange(rows, device="cuda", dtype=torch.int32) // 64
+
+    def forward(at: torch.Tensor) -> None:
+        pyfa.attention(q, k, v, mask_mod=lambda b, h, i, j: (at[i] == at[j]) & (i >= j))
+
+    def training(at: torch.Tensor) -> None:
+        out = pyfa.attention(*leaves, mask_mod=lambda b, h, i, j: (at[i] == at[j]) & (i >= j))
+        torch.autograd.grad(out, leaves, dout)
+
+    alive: list[torch.Tensor] = []
+
+    def changed() -> torch.Tensor:
+        return own.add_(0)  # of which nobody knows that it changes nothing
+
+    def kept() -> torch.Tensor:
+        alive.append(own.clone())
+        return alive[-1]
+
+    makers: dict[str, Callable[[], torch.Tensor]] = {
+        "the same": lambda: own,
+        "changed in place": changed,
+        "new": own.clone,
+        "new, all alive": kept,
+    }
+    times: dict[str, list[float]] = {}
+    for turn in range(_ROUNDS + 3):
+        for way, attend in (("forward", forward), ("forward and backward", training)):
+            for name, make in makers.items():
+                torch.cuda.synchronize()
+                total = 0.0
+                for _ in range(_CALLS // 2):
+                    at = make()
+                    begin = time.perf_counter()
+                    attend(at)
+                    total += time.perf_counter() - begin
+                if turn >= 3:
+                    times.setdefault(f"documents, {name}, {way}", []).append(total / (_CALLS // 2))
+                alive.clear()
+    torch.cuda.synchronize()
+    return times
+
+
 def decode_beside_a_graph() -> float:
     """Time of decode of one sequence of 65,536 keys called eagerly, over that in a CUDA graph."""
     q, k, v = random(1, 1, 32, 128), random(1, 65536, 8, 128), random(1, 65536, 8, 128)
@@ -164,9 +214,16 @@ def decode_beside_a_graph() -> float:
     return statistics.median(seconds(many) / seconds(graph.replay) for _ in range(9))
 
 
+PARTS = ("calls", "documents", "totals")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write results/host_calls_<gpu>.json")
+    parser.add_argument(
+        "--parts", nargs="+", default=PARTS, choices=PARTS,
+        help="not all of them are saved as results/host_<parts>_<gpu>.json",
+    )  # fmt: skip
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
 
@@ -175,29 +232,38 @@ def main() -> None:
         rows.append(
             {"call": name, "us": round(middle, 2), "quartiles": [round(low, 2), round(high, 2)]}
         )
-        print(f"{name:<44} {middle:8.2f} us  ({low:.2f} … {high:.2f})")
+        print(f"{name:<50} {middle:8.2f} us  ({low:.2f} … {high:.2f})")
+
+    def note_all(found: dict[str, list[float]]) -> None:
+        for name, times in found.items():
+            note(name, times)
 
     gc.disable()
-    functions = calls()
-    with torch.inference_mode():
-        for name, times in measure({x: functions[x] for x in ("sdpa", "plain")}).items():
-            note(f"{name}, inference mode", times)
-    for name, times in measure(functions).items():
-        note(name, times)
-    note("new total, forward", new_totals(training=False))
-    note("new total, forward and backward", new_totals(training=True))
-    note("new total, autograd alone", new_totals(training=True, alone=True))
-    with torch.autograd.set_multithreading_enabled(False):
-        names = ("forward and backward", "autograd alone")
-        for name, times in measure({name: functions[name] for name in names}).items():
-            note(f"{name}, one thread", times)
-        note("new total, forward and backward, one thread", new_totals(training=True))
-    ratio = round(decode_beside_a_graph(), 4)
-    print(f"decode of 65,536 keys, eagerly over in a graph: {ratio}")
+    results: dict[str, Any] = {"calls": _CALLS, "rounds": _ROUNDS}
+    if "calls" in options.parts:
+        functions = calls()
+        with torch.inference_mode():
+            plain = measure({x: functions[x] for x in ("sdpa", "plain")})
+            note_all({f"{name}, inference mode": times for name, times in plain.items()})
+        note_all(measure(functions))
+        with torch.autograd.set_multithreading_enabled(False):
+            names = ("forward and backward", "autograd alone")
+            one = measure({name: functions[name] for name in names})
+            note_all({f"{name}, one thread": times for name, times in one.items()})
+        ratio = results["decode_over_graph"] = round(decode_beside_a_graph(), 4)
+        print(f"decode of 65,536 keys, eagerly over in a graph: {ratio}")
+    if "documents" in options.parts:
+        note_all(documents())
+    if "totals" in options.parts:
+        note("new total, forward", new_totals(training=False))
+        note("new total, forward and backward", new_totals(training=True))
+        note("new total, autograd alone", new_totals(training=True, alone=True))
+        with torch.autograd.set_multithreading_enabled(False):
+            note("new total, forward and backward, one thread", new_totals(training=True))
     if options.save:
-        gpu = machine.gpu()
-        results = {"calls": _CALLS, "rounds": _ROUNDS, "decode_over_graph": ratio, "rows": rows}
-        print(machine.save(f"host_calls_{gpu}", results))
+        whole = tuple(options.parts) == PARTS
+        name = "host_calls" if whole else f"host_{'_'.join(options.parts)}"
+        print(machine.save(f"{name}_{machine.gpu()}", {**results, "rows": rows}))
 
 
 if __name__ == "__main__":

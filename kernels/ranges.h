@@ -148,13 +148,9 @@ DEVICE Range range_where(Range condition, Range x, Range y) {
 // 383 distances between those and 128 keys.
 constexpr int kMostLoads = 512;
 
-// With TOGETHER all lanes of a wavefront ask for the same elements, and each reads its share of them.
-#ifndef TOGETHER
-#define TOGETHER 0
-#endif
-
-// Of the elements of type M at these indices, or of whether they are not 0.
-template <typename M, bool truth, typename... Indices>
+// Of the elements of type M at these indices, or of whether they are not 0. With `together` all lanes of a wavefront
+// ask for the same elements, and each reads its share of them.
+template <typename M, bool truth, bool together, typename... Indices>
 DEVICE Range range_load(const Captured &x, Indices... indices) {
   constexpr int kRank = sizeof...(Indices);
   Range at[kRank ? kRank : 1] = {indices...};
@@ -185,14 +181,14 @@ DEVICE Range range_load(const Captured &x, Indices... indices) {
   for (int i = low(3); i <= high(3); ++i)
     for (int j = low(2); j <= high(2); ++j)
       for (int k = low(1); k <= high(1); ++k)
-        for (int l = low(0) + (TOGETHER ? lane_index() : 0); l <= high(0); l += TOGETHER ? kLanes : 1) {
+        for (int l = low(0) + (together ? lane_index() : 0); l <= high(0); l += together ? kLanes : 1) {
           unsigned place = (unsigned)i * step(3) + (unsigned)j * step(2) + (unsigned)k * step(1) +
                            (unsigned)l * step(0);
           long long element = (long long)mod_load<M>(x, place);
           if (truth) element = element != 0;
           found = hull(found, Range{element, element});
         }
-  if (TOGETHER)
+  if (together)
     for (int bit = 1; bit < kLanes; bit *= 2)
       found = hull(found, Range{from_lane_xor(found.low, bit), from_lane_xor(found.high, bit)});
   return found;
@@ -208,8 +204,18 @@ DEVICE Range places_of(int number, int size, int end, int start) {
   return Range{start + first, start + min(first + size, end) - 1};
 }
 
-// The bounds that tile_bounds.h wrote for one tile: its captured tensors at its rows, or at its keys.
+// With OWN_BOUNDS a workgroup of block_lists.h computes the bounds of captured tensors itself, of up to so many tiles
+// that its list may name; with 0 tile_bounds.h has written them.
+#ifndef OWN_BOUNDS
+#define OWN_BOUNDS 0
+#endif
+
+// The bounds of one tile: its captured tensors at its rows, or at its keys.
+#if OWN_BOUNDS
+typedef const long long *Table;
+#else
 typedef const GLOBAL long long *Table;
+#endif
 DEVICE Table table_of(const Captured &tables, int batch, int head, int tile) {
   long long row = ((long long)batch * tables.size[1] + head) * tables.size[2] + tile;
   return (Table)tables.data + row * tables.size[3];

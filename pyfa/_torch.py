@@ -8,13 +8,12 @@ public functions cost 2 to 20 times as much on the host of an H200 (``torch.cuda
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
 
 F = TypeVar("F", bound=Callable[..., Any])
 _C: Any = torch._C
@@ -79,19 +78,39 @@ outside_modes: Callable[[], AbstractContextManager[Any]] = getattr(
 """A context in which tensors have values even if a mode, such as ``FakeTensorMode``, is active."""
 
 
+# What torch.multiprocessing.reductions.StorageWeakRef calls, which takes four times as long.
+_Storage: Any = torch.UntypedStorage
+_expired: Callable[[int], bool] = _Storage._expired
+_free_weak_ref: Callable[[int], None] = _Storage._free_weak_ref
+
+
 class StorageRef:
     """A weak reference to a tensor's memory. While it exists, no other memory has the same
     ``number``."""
 
-    __slots__ = ("_ref", "number")
+    __slots__ = ("_free", "number")
 
     def __init__(self, x: torch.Tensor) -> None:
         storage: Any = x.untyped_storage()
-        self._ref, self.number = StorageWeakRef(storage), storage._cdata
+        self._free = _free_weak_ref  # this module may be cleared before the last reference
+        self.number: int = storage._weak_ref()
 
-    def is_gone(self) -> bool:
-        """Return whether the memory has been freed."""
-        return bool(self._ref.expired())
+    def set(self, x: torch.Tensor) -> None:
+        """Refer to the memory of ``x`` from here on."""
+        storage: Any = x.untyped_storage()
+        before, self.number = self.number, storage._weak_ref()
+        self._free(before)
+
+    def __del__(self) -> None:
+        self._free(self.number)
+
+
+def are_any_gone(refs: Iterable[StorageRef]) -> bool:
+    """Return whether any of the memory has been freed."""
+    for ref in refs:  # noqa: SIM110  (a generator takes another call)
+        if _expired(ref.number):
+            return True
+    return False
 
 
 def storage_number(x: torch.Tensor) -> int:

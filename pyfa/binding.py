@@ -65,6 +65,8 @@ def of_mods(
     digest, captured = mods.resolve(score_mod, mask_mod, q.device)
     if not digest:
         return (), ()
+    if block_mask is None:
+        return captured, (digest, "mods")
     return captured, (digest, *blocks_given.lengths_of(block_mask), "mods")
 
 

@@ -17,6 +17,7 @@ import torch
 
 from . import _torch, mods
 from .backends.base import Gradients, Run, RunBackward
+from .blocks import kept
 from .dispatch import prepare
 from .problem import Append, Call, Form, are_on_16, form_of, tensors_of
 
@@ -296,7 +297,8 @@ def bound_of(
     """
     tensors = tensors_of(call, append)
     form = form_of(call, append)
-    key = (*form.places, form.shared_offsets, *form.numbers, form.append, *who, with_lse)
+    uncounted = bool(call.mods) and kept.is_uncounted()
+    key = (*form.places, form.shared_offsets, *form.numbers, form.append, *who, with_lse, uncounted)
     found = calls.find(key, tensors)
     if found is None:
         prepared = prepare(call, *who)

@@ -8,6 +8,7 @@ backend does not do this itself (``backends.base.Appending``).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
@@ -16,10 +17,12 @@ import torch
 from . import _torch, mods
 from .backends.base import Gradients, OtherAlignment, Saved
 from .backends.torch import append
+from .blocks import kept
 from .bound import Bound, Fitting, bound_of, picking
 from .dispatch import prepare
 from .problem import TENSORS, Call, tensors_of
 
+_NOTHING = contextlib.nullcontext()
 _LIBRARY = torch.library.Library("pyfa", "DEF")
 
 # How the schema of an operator writes what ``Call`` is annotated with.
@@ -58,7 +61,8 @@ _LIBRARY.define(
 
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call, who = Call(*args[:_FIELDS]), args[_FIELDS:]
-    out, lse, *_ = bound_of(call, None, who, True).run(*tensors_of(call))
+    with kept.uncounted() if call.mods else _NOTHING:
+        out, lse, *_ = bound_of(call, None, who, True).run(*tensors_of(call))
     return out.contiguous(), lse.contiguous()
 
 
@@ -74,9 +78,10 @@ def _backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, ...]:
     call, who = Call(*args[:_FIELDS]), args[_FIELDS:]
-    bound = bound_of(call, None, who, True)
     given = Saved(call, out, lse, dout, dlse).tensors()
-    grads = _gradients(bound, given, dlse is not None)
+    with kept.uncounted() if call.mods else _NOTHING:
+        bound = bound_of(call, None, who, True)
+        grads = _gradients(bound, given, dlse is not None)
     *own, captured = grads
     found = (*own, *captured, *(None,) * (mods.MOST_CAPTURED - len(captured)))
     # An operator cannot return None: what was not asked for is an empty tensor.

@@ -1,7 +1,9 @@
 // Makes the block lists of a mask_mod (../lists.h, pyfa/blocks): which tiles of ROWS x KEYS it leaves anything of,
 // and in which it hides nothing. No memory but the lists and, where it reads tensors, their bounds (tile_bounds.h).
 //
-// A workgroup makes the list of one tile of rows, or of keys where OWNS_KEYS. A thread takes one tile that the list
+// A workgroup makes the list of one tile of rows, or of keys where OWNS_KEYS. With OWN_BOUNDS its wavefronts first
+// compute what tile_bounds.h does, of the tiles that the list may name: in short lists that is less than another
+// launch. A thread takes one tile that the list
 // may name, and computes bounds of the mask_mod (mask_range.h): they decide most tiles of masks that compare places
 // or documents. A wavefront takes each tile that is left, and asks the mask_mod for its points until it has seen a
 // key and not seen another. What is to be visited is then counted and written in order.
@@ -25,6 +27,9 @@ enum State { kEmpty, kPartial, kWhole, kUndecided };
 
 struct Meeting {
   int state[kThreads], visited[kWaves];
+#if OWN_BOUNDS
+  long long bounds[OWN_BOUNDS + 1][2 * kTabled];  // of the tiles that the list may name, then of the list's own tile
+#endif
 };
 
 DEVICE int state_by_range(const ModPlace &at, Range rows, Range keys, Table of_rows, Table of_keys) {
@@ -58,23 +63,44 @@ DEVICE void list_blocks(const Params &p, Meeting &meeting) {
   int heads = counts.size[1], lists = counts.size[2], most = entries.size[3];
   int id = workgroup_index(), thread = thread_index(), wave = wave_index();
   int head = id / lists % heads, batch = id / lists / heads;
-  int owned = id % lists, of_rows = OWNS_KEYS ? most : lists;
+  int owned = id % lists;
   GLOBAL int *list = (GLOBAL int *)entries.data + (long long)id * most;
-  const Captured &tables = captured_of(p)[MOD_CAPTURED + 2];
   ModPlace at(p, batch, head);
   at.pin_all();
   auto row_of = [&](int tile) { return OWNS_KEYS ? tile : owned; };
   auto key_of = [&](int tile) { return OWNS_KEYS ? owned : tile; };
   auto rows_of = [&](int tile) { return places_of(row_of(tile), ROWS, p.seqlen_q, at.q); };
   auto keys_of = [&](int tile) { return places_of(key_of(tile), KEYS, p.seqlen_k, at.kv); };
+#if OWN_BOUNDS
+  for (int i = wave; i <= most; i += kWaves) {
+    Range b{at.b, at.b}, h{at.h, at.h}, found[kTabled] = {};
+    if ((i < most) == OWNS_KEYS)
+      bounds_of_rows(at.captured, b, h, rows_of(i), found);
+    else
+      bounds_of_keys(at.captured, b, h, keys_of(i), found);
+    if (lane_index() == 0)
+#pragma unroll
+      for (int j = 0; j < kTabled; ++j) {
+        meeting.bounds[i][2 * j] = found[j].low;
+        meeting.bounds[i][2 * j + 1] = found[j].high;
+      }
+  }
+  barrier();
+  auto table_of_rows = [&](int tile) { return (Table)meeting.bounds[OWNS_KEYS ? tile : most]; };
+  auto table_of_keys = [&](int tile) { return (Table)meeting.bounds[OWNS_KEYS ? most : tile]; };
+#else
+  const Captured &tables = captured_of(p)[MOD_CAPTURED + 2];
+  int of_rows = OWNS_KEYS ? most : lists;
+  auto table_of_rows = [&](int tile) { return table_of(tables, batch, head, row_of(tile)); };
+  auto table_of_keys = [&](int tile) { return table_of(tables, batch, head, of_rows + key_of(tile)); };
+#endif
 
   int count = 0;
   for (int begin = 0; begin < most; begin += kThreads) {
     int here = min(most - begin, kThreads);
     int tile = begin + thread, state = kEmpty;
     if (thread < here)
-      state = state_by_range(at, rows_of(tile), keys_of(tile), table_of(tables, batch, head, row_of(tile)),
-                             table_of(tables, batch, head, of_rows + key_of(tile)));
+      state = state_by_range(at, rows_of(tile), keys_of(tile), table_of_rows(tile), table_of_keys(tile));
     meeting.state[thread] = state;
     barrier();
     for (int i = wave; i < here; i += kWaves) {

@@ -5,7 +5,6 @@
 // A row of the table is a tile: first those of rows, then those of keys, for each sequence and head that the lists
 // distinguish. It holds kTabled bounds. Needs a vendor's mods.h.
 #pragma once
-#define TOGETHER 1
 #include "../ranges.h"
 #include "mask_range.h"
 

@@ -27,9 +27,9 @@ __all__ = [
     "Tiles",
     "Visits",
     "asks_for",
+    "bound_kept_lists",
     "bound_lists",
     "is_exact",
-    "kept_lists",
     "keys_visited",
     "lists_of",
     "make_lists",
@@ -99,8 +99,10 @@ def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | No
 
     They are built again if a captured tensor was changed in place.
     """
+    mask = mask_of(call)
     if not _is_exact(call.mods):
-        return kept_lists(call, ("all", tiles), lambda: _all_partial(call, tiles))
+        sizes, device = build.counts_of(call, tiles), call.q.device
+        return kept.find(call, mask, ("all", tiles), lambda: _all_partial(sizes, device), False)
 
     def made() -> Lists:
         lists = (make or make_lists)(call, tiles)
@@ -108,27 +110,44 @@ def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | No
             watcher(call, tiles, lists)
         return lists
 
-    return kept_lists(call, ("lists", tiles), made)
+    return kept.find(call, mask, ("lists", tiles), made)
 
 
 def bound_lists(
-    call: Call, form: Form, tiles: Tiles, make: Callable[[Sequence[torch.Tensor]], Lists]
+    call: Call,
+    form: Form,
+    tiles: Tiles,
+    make: Callable[[Sequence[torch.Tensor], Lists | None], Lists],
 ) -> Callable[[Sequence[torch.Tensor]], Lists]:
     """Return ``lists_of`` as a function of the tensors of ``form``, for calls that differ from
-    ``call`` only in values and addresses. ``make`` is such a function, too."""
+    ``call`` only in values and addresses. ``make`` is such a function, too; it may write into the
+    memory of earlier lists, if it is given some."""
     mask = mask_of(call)
 
-    def made(tensors: Sequence[torch.Tensor]) -> Lists:
-        lists = make(tensors)
+    def watched_make(tensors: Sequence[torch.Tensor], older: Lists | None) -> Lists:
+        lists = make(tensors, older)
         for watcher in _watchers:
             watcher(form.fill(tensors)[0], tiles, lists)
         return lists
 
     if is_exact(mask):
-        return kept.Bound(call, form, mask, ("lists", tiles), made)
+        bound = watched_make if _watchers else make
+        return kept.Bound(call, form, mask, ("lists", tiles), bound)
+    sizes, device = build.counts_of(call, tiles), call.q.device
     return kept.Bound(
-        call, form, mask, ("all", tiles), lambda tensors: _all_partial(form.fill(tensors)[0], tiles)
+        call, form, mask, ("all", tiles), lambda *_: _all_partial(sizes, device), False
     )
+
+
+def bound_kept_lists(
+    call: Call,
+    form: Form,
+    what: Hashable,
+    make: Callable[[Sequence[torch.Tensor], Lists | None], Lists],
+) -> Callable[[Sequence[torch.Tensor]], Lists]:
+    """Return ``make``, which makes lists of the kind ``what`` of ``call``'s mask_mod, cached until
+    a captured tensor changes. See ``bound_lists``."""
+    return kept.Bound(call, form, mask_of(call), what, make)
 
 
 _Watcher = Callable[[Call, Tiles, Lists], None]
@@ -137,19 +156,14 @@ _watchers: list[_Watcher] = []
 
 @contextlib.contextmanager
 def watched(watcher: _Watcher) -> Iterator[None]:
-    """Call ``watcher`` with all lists that are made in this process, except those in which every
-    tile is partial because the mask_mod is not exact."""
+    """Call ``watcher`` with the lists that are made in this process, except those in which every
+    tile is partial because the mask_mod is not exact, and those of calls that repeat a call made
+    before without any watcher."""
     _watchers.append(watcher)
     try:
         yield
     finally:
         _watchers.remove(watcher)
-
-
-def kept_lists(call: Call, what: Hashable, make: Callable[[], Lists]) -> Lists:
-    """Return ``make()``, lists of the kind ``what`` of ``call``'s mask_mod, cached until a captured
-    tensor changes."""
-    return kept.find(call, mask_of(call), what, make)
 
 
 def sizes_of(call: Call, tiles: Tiles) -> tuple[int, int, int, int]:
@@ -213,9 +227,8 @@ def make_lists(call: Call, tiles: Tiles) -> Lists:
         return Lists(*build.listed(states, FULL))
 
 
-def _all_partial(call: Call, tiles: Tiles) -> Lists:
-    owned, streamed = build.counts_of(call, tiles)
-    device = call.q.device
+def _all_partial(sizes: tuple[int, int], device: torch.device) -> Lists:
+    owned, streamed = sizes
     counts = torch.full((1, 1, owned), streamed, dtype=torch.int32, device=device)
     entries = torch.arange(streamed, dtype=torch.int32, device=device)
     return Lists(counts, entries.expand(1, 1, owned, streamed).contiguous())

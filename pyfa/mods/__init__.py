@@ -75,6 +75,7 @@ _mods: dict[str, Mods] = {}
 _lock = threading.Lock()
 _recent = again.Recent()
 _MOST_TRACES = 1024
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def _traced(
@@ -130,7 +131,7 @@ def resolve(
     Raises ``ModError``, which names the line, for operations that cannot be traced or computed.
     """
     pair, grads = (score_mod, mask_mod), torch.is_grad_enabled()
-    if torch.compiler.is_dynamo_compiling() and all(map(_is_made_before, pair)):
+    if _is_compiling() and all(map(_is_made_before, pair)):
         digest, places = _in_eager_code(score_mod, mask_mod, device, grads)
         if places is not None:
             tensors = _dependencies(score_mod, mask_mod)

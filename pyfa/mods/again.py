@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .captured import is_unchanging, names_of
 
 _MISSING = object()
-_ONE = [0]
+_Function = types.FunctionType
 _MOST, _MOST_ALIKE = 512, 4  # of one code, with other numbers or shapes
 
 
@@ -32,34 +32,41 @@ class Snapshot:
             raise Unsure
         self._code, self._globals = mod.__code__, mod.__globals__
         self._names = names_of(mod.__code__)
-        self._known = [_known(x) for x in self._contents(mod)]
+        contents = [cell.cell_contents for cell in mod.__closure__ or ()]
+        contents += [self._globals.get(name, _MISSING) for name in self._names]
+        self._known = [_known(x) for x in contents]
 
-    def _contents(self, mod: Any) -> list[Any]:
-        found = [cell.cell_contents for cell in mod.__closure__ or ()]
-        if self._names:
-            found += [self._globals.get(name, _MISSING) for name in self._names]
-        return found
-
-    def tensors_of(self, mod: Any) -> list[torch.Tensor] | None:
-        """Return the tensors that ``mod`` depends on; None if ``mod`` differs from the snapshot in
-        anything else."""
+    def add_tensors(self, mod: Any, tensors: list[torch.Tensor]) -> bool:
+        """Append the tensors that ``mod`` depends on to ``tensors``. Return False if ``mod``
+        differs from the snapshot in anything else."""
         if (
-            type(mod) is not types.FunctionType
+            type(mod) is not _Function
             or mod.__code__ is not self._code
             or mod.__globals__ is not self._globals
             or mod.__defaults__
             or mod.__kwdefaults__
         ):
-            return None
-        tensors = []
-        for known, x in zip(self._known, self._contents(mod), strict=True):
+            return False
+        contents = []
+        for cell in mod.__closure__ or ():
+            contents.append(cell.cell_contents)
+        for name in self._names:
+            contents.append(self._globals.get(name, _MISSING))
+        for known, x in zip(self._known, contents, strict=True):
             if type(known) is _Kind:
-                if not known.fits(x):
-                    return None
+                # The same object may have another dtype or device than before.
+                if (
+                    type(x) is not known.type
+                    or x.dtype is not known.dtype
+                    or x.shape != known.shape
+                    or x.requires_grad is not known.grad
+                    or x.device != known.device
+                ):
+                    return False
                 tensors.append(x)
             elif x is not known and not _are_equal(x, known):
-                return None
-        return tensors
+                return False
+        return True
 
 
 class _Kind:
@@ -71,16 +78,6 @@ class _Kind:
     def __init__(self, x: torch.Tensor) -> None:
         self.type, self.shape, self.grad = type(x), x.shape, x.requires_grad
         self.dtype, self.device = x.dtype, x.device
-
-    def fits(self, x: Any) -> bool:
-        same: bool = (
-            type(x) is self.type
-            and x.shape == self.shape
-            and x.requires_grad is self.grad
-            and x.dtype is self.dtype
-            and x.device == self.device
-        )
-        return same
 
 
 def _are_equal(x: Any, known: object) -> bool:
@@ -102,32 +99,19 @@ def _known(x: object) -> object:
 
 def _first_of_each(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return which tensors are one: a trace has one load of them."""
-    if len(tensors) == 1:
-        return _ONE
     numbers: dict[int, int] = {}
     return [numbers.setdefault(id(x), number) for number, x in enumerate(tensors)]
 
 
-def _tensors_of(
-    pair: Sequence[Any], snapshots: Sequence[Snapshot | None]
-) -> list[torch.Tensor] | None:
-    """Return the tensors that both mods depend on; None if one is not what its snapshot says."""
-    found: list[torch.Tensor] = []
-    for mod, snapshot in zip(pair, snapshots, strict=True):
-        if snapshot is not None:
-            try:
-                tensors = snapshot.tensors_of(mod)
-            except ValueError:  # an empty cell
-                return None
-            if tensors is None:
-                return None
-            found += tensors
-    return found
+class _Entry(NamedTuple):
+    """``snapshots``: those of the mods, each with the number of its mod. ``firsts``: which of their
+    tensors are one, None if there is one tensor at most. ``places``: which of their tensors the
+    mods captured, None if all of them, in order."""
 
-
-# A digest, the snapshots of its mods, which of their tensors are one, and the places of those that
-# the mods captured.
-_Entry = tuple[str, list[Snapshot | None], list[int], list[int]]
+    digest: str
+    snapshots: list[tuple[int, Snapshot]]
+    firsts: list[int] | None
+    places: list[int] | None
 
 
 class Recent:
@@ -137,37 +121,57 @@ class Recent:
         self._found: dict[Hashable, list[_Entry]] = {}
 
     def find(
-        self, pair: Sequence[Any], *rest: Hashable
+        self, pair: tuple[Any, Any], device: torch.device, grads: bool
     ) -> tuple[str, tuple[torch.Tensor, ...]] | None:
         """Return the digest and the captured tensors of a ``pair`` of mods; None if no such pair is
-        known. ``rest``: everything else that the trace depends on, such as the device."""
-        for digest, snapshots, firsts, places in self._found.get(_key(pair, rest), ()):
-            tensors = _tensors_of(pair, snapshots)
-            if tensors is not None and _first_of_each(tensors) == firsts:
-                return digest, tuple([tensors[place] for place in places])
+        known. ``device`` and ``grads``: everything else that the trace depends on."""
+        for digest, snapshots, firsts, places in self._found.get(_key(pair, device, grads), ()):
+            tensors: list[torch.Tensor] = []
+            try:
+                for number, snapshot in snapshots:
+                    if not snapshot.add_tensors(pair[number], tensors):
+                        break
+                else:
+                    if firsts is None or _first_of_each(tensors) == firsts:
+                        if places is None:
+                            return digest, tuple(tensors)
+                        return digest, tuple([tensors[place] for place in places])
+            except ValueError:  # an empty cell
+                continue
         return None
 
     def keep(
-        self, digest: str, captured: Sequence[torch.Tensor], pair: Sequence[Any], *rest: Hashable
+        self,
+        digest: str,
+        captured: Sequence[torch.Tensor],
+        pair: tuple[Any, Any],
+        device: torch.device,
+        grads: bool,
     ) -> None:
         """Keep a result for ``find``."""
         try:
-            snapshots = [None if mod is None else Snapshot(mod) for mod in pair]
+            found = [(at, Snapshot(mod)) for at, mod in enumerate(pair) if mod is not None]
         except (Unsure, ValueError):
             return
-        tensors = _tensors_of(pair, snapshots) or []
+        tensors: list[torch.Tensor] = []
+        for at, snapshot in found:
+            snapshot.add_tensors(pair[at], tensors)
         numbers = {id(x): number for number, x in enumerate(tensors)}
         if all(id(x) in numbers for x in captured):
             places = [numbers[id(x)] for x in captured]
             if len(self._found) >= _MOST:
                 self._found.clear()
-            entry: _Entry = digest, snapshots, _first_of_each(tensors), places
-            key = _key(pair, rest)
+            firsts = _first_of_each(tensors) if len(tensors) > 1 else None
+            in_order = places == [*range(len(tensors))]
+            entry = _Entry(digest, found, firsts, None if in_order else places)
+            key = _key(pair, device, grads)
             # A new list, because other threads may be reading the old one.
             self._found[key] = [entry, *self._found.get(key, ())][:_MOST_ALIKE]
 
 
-def _key(pair: Sequence[Any], rest: tuple[Hashable, ...]) -> Hashable:
+def _key(pair: tuple[Any, Any], device: torch.device, grads: bool) -> Hashable:
     # By the identity of the code, which an entry keeps: its hash takes 1 µs.
     score, mask = pair
-    return id(getattr(score, "__code__", score)), id(getattr(mask, "__code__", mask)), rest
+    of_score = 0 if score is None else id(getattr(score, "__code__", score))
+    of_mask = 0 if mask is None else id(getattr(mask, "__code__", mask))
+    return of_score, of_mask, device, grads

@@ -68,7 +68,7 @@ def source(mods: Mods) -> str:
         lines.append(
             f"DEVICE void bounds_of_{_SIDES[side]}({_INPUTS}, Range {side}, Range *found) {{"
         )
-        lines += _body(mods, function, {}, _needed(function, loads))
+        lines += _body(mods, function, {}, _needed(function, loads), together=True)
         lines += [f"  found[{place}] = t{number};" for place, number in enumerate(loads)]
         lines.append("}")
     tables = {
@@ -95,14 +95,17 @@ def _needed(function: Function, results: Iterable[int], known: Collection[int] =
     return needed
 
 
-def _body(mods: Mods, function: Function, known: dict[int, str], needed: set[int]) -> list[str]:
-    """Return the lines that compute the bounds of the operations in ``needed``."""
+def _body(
+    mods: Mods, function: Function, known: dict[int, str], needed: set[int], together: bool = False
+) -> list[str]:
+    """Return the lines that compute the bounds of the operations in ``needed``. If the lanes of a
+    wavefront are ``together``, they share the elements of each load."""
     lines = []
     for number, op in enumerate(function.ops):
         if number not in needed or op.type == "f" or op.name == "input":
             continue
         args = [_name(function.ops, x) for x in op.args]
-        text = known.get(number) or _text(mods, op, function.ops, args)
+        text = known.get(number) or _text(mods, op, function.ops, args, together)
         lines.append(f"  Range t{number} = {text};")
     return lines
 
@@ -112,7 +115,7 @@ def _name(ops: tuple[Op, ...], number: int) -> str:
     return str(op.value) if op.name == "input" else f"t{number}"
 
 
-def _text(mods: Mods, op: Op, ops: tuple[Op, ...], args: list[str]) -> str:
+def _text(mods: Mods, op: Op, ops: tuple[Op, ...], args: list[str], together: bool) -> str:
     type = _TYPES[op.type]
     if op.name == "const":
         value = int(op.value or 0)
@@ -120,7 +123,7 @@ def _text(mods: Mods, op: Op, ops: tuple[Op, ...], args: list[str]) -> str:
         number = f"{value}ll" if value > -(1 << 63) else "kLongLeast"
         return f"Range{{{number}, {number}}}"
     if op.name == "load":
-        kind = _LOADS[mods.kinds[int(op.value or 0)][0]]
+        kind = f"{_LOADS[mods.kinds[int(op.value or 0)][0]]}, {'true' if together else 'false'}"
         return f"range_load<{kind}>({', '.join((f'captured[{op.value}]', *args))})"
     if any(ops[x].type == "f" for x in op.args):
         return _UNKNOWN.format(type)

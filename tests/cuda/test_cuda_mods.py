@@ -219,6 +219,7 @@ def test_the_kernel_that_makes_lists_compiles_without_a_spill(name: str) -> None
     for tiles in (Tiles(128, 128), Tiles(64, 128, "keys")):
         plans = [block_lists.plan_of(Launcher(), call, tiles)]
         if emit_ranges.most_tabled(mods.of(call.mods)):
+            plans.append(block_lists.plan_of(Launcher(), call, tiles, own_bounds=True))
             plans.append(block_lists.plan_of(Launcher(), call, tiles, "tile_bounds"))
         for plan, arch in itertools.product(plans, archs):
             _, report = runtime_compiler.compile_cuda(code.source_of(plan), arch=arch)

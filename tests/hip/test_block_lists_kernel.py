@@ -22,6 +22,7 @@ from pyfa.conformance.cases import Case
 from pyfa.conformance.modifiers import MASKS, OF_LENGTHS, _Tables
 from pyfa.emulator import EmulatorError
 from pyfa.errors import CodeObjectError
+from pyfa.mods import emit_ranges
 from pyfa.problem import Call
 
 KERNEL, BOUNDS = "hip/block_lists.hip", "hip/tile_bounds.hip"
@@ -79,14 +80,37 @@ OF_EACH = [
 ]
 
 
-@pytest.mark.parametrize(("name", "tiles"), OF_EACH, ids=str)
-def test_the_conformance_masks(name: str, tiles: Tiles) -> None:
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds of captured tensors come from a table, as those of long lists do."""
+    monkeypatch.setattr(block_lists, "MOST_OWN", 0)
+
+
+def agrees(name: str, tiles: Tiles) -> bool:
     rows, keys = (200, 310) if name == "patches" else (145, 70)
     case = Case(lengths_q=(rows,) * 2, lengths_k=(keys,) * 2, heads_q=4)
     mask = MASKS[name](_Tables(case, "cpu"))
-    assert not differs(mask, rows, keys, tiles)
-    if name not in OF_LENGTHS:
-        assert not differs(mask, rows, keys, tiles, **PLACES)
+    places = [{}] if name in OF_LENGTHS else [{}, PLACES]
+    return not any(differs(mask, rows, keys, tiles, **each) for each in places)
+
+
+@pytest.mark.parametrize(("name", "tiles"), OF_EACH, ids=str)
+def test_the_conformance_masks(name: str, tiles: Tiles, kernels_run: list[str]) -> None:
+    assert agrees(name, tiles)
+    assert "tile_bounds" not in kernels_run  # or the kernel with bounds of its own spills
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(("name", "tiles"), OF_EACH, ids=str)
+def test_the_conformance_masks_with_a_table(
+    name: str, tiles: Tiles, kernels_run: list[str]
+) -> None:
+    case = Case(lengths_q=(8,) * 2, lengths_k=(8,) * 2, heads_q=4)
+    digest, _ = mods.resolve(None, MASKS[name](_Tables(case, "cpu")), torch.device("cpu"))
+    if not emit_ranges.most_tabled(mods.of(digest)):
+        pytest.skip("the same kernel as without a table")
+    assert agrees(name, tiles)
+    assert "tile_bounds" in kernels_run
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65])
@@ -216,7 +240,12 @@ def test_a_mixed_tile_is_left_early() -> None:
 # ---- in use --------------------------------------------------------------------------------------
 
 
-def test_new_values_are_seen_without_a_new_kernel(kernels_run: list[str]) -> None:
+@pytest.mark.parametrize("most", [8, 7])
+def test_new_values_are_seen_without_a_new_kernel(
+    most: int, kernels_run: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In lists of 8 tiles. Where these are too many, another kernel computes bounds first."""
+    monkeypatch.setattr(block_lists, "MOST_OWN", most)
     ids, make = torch.arange(256) // 64, Maker(LAUNCHER)
     for _ in range(3):
         call = call_of(lambda b, h, i, j, ids=ids: ids[i] == ids[j], 256, 256)
@@ -224,7 +253,39 @@ def test_new_values_are_seen_without_a_new_kernel(kernels_run: list[str]) -> Non
         for x, y in zip(make(call, Tiles(32, 32)), expected, strict=True):
             assert torch.equal(x, y)
         ids = torch.flip(ids, (0,)) + ids
-    assert kernels_run == ["tile_bounds", "block_lists"] * 3
+    assert kernels_run == (["block_lists"] if most == 8 else ["tile_bounds", "block_lists"]) * 3
+
+
+def test_the_most_tiles_and_the_most_loads_that_a_workgroup_bounds_itself() -> None:
+    tables = [torch.arange(block_lists.MOST_OWN * 8) // (50 + n) for n in range(4)]
+    digest, _ = mods.resolve(None, every_table_agrees(tables), torch.device("cpu"))
+    assert emit_ranges.most_tabled(mods.of(digest)) == block_lists._MOST_LOADS
+    assert not differs(every_table_agrees(tables), 40, block_lists.MOST_OWN * 8, Tiles(16, 8))
+
+
+def every_table_agrees(tables: list[torch.Tensor]) -> Mask:
+    def agree(b: Any, h: Any, i: Any, j: Any) -> Any:
+        found = i >= j - 400
+        for table in tables:
+            found = found & (table[i] == table[j])
+        return found
+
+    return agree
+
+
+def test_a_kernel_with_bounds_that_cannot_be_built_gets_a_table(
+    monkeypatch: pytest.MonkeyPatch, kernels_run: list[str]
+) -> None:
+    load = code.load
+
+    def refused(plan: Any, arch: str) -> Any:
+        if "OWN_BOUNDS" in dict(plan.constants):
+            raise CodeObjectError(f"{plan.kernel} spills")
+        return load(plan, arch)
+
+    monkeypatch.setattr(code, "load", refused)
+    assert not differs(documents, *ROWS)
+    assert kernels_run == ["tile_bounds", "block_lists"]
 
 
 def test_what_cannot_be_built_is_made_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,8 +481,8 @@ FAULTS_OF_BOUNDS: dict[str, Fault] = {
     ),
     "every other element": (
         lambda b, h, i, j: (_ids[i] == 2) & (_odd[j] == 0), (290, 270, Tiles(32, 128)),
-        "l += TOGETHER ? kLanes : 1",
-        "l += TOGETHER ? 2 * kLanes : 1",
+        "l += together ? kLanes : 1",
+        "l += together ? 2 * kLanes : 1",
     ),
     "a lane's share for that of all": (
         documents, ROWS,
@@ -459,13 +520,52 @@ FAULTS_OF_BOUNDS: dict[str, Fault] = {
         "batch = 0;",
     ),
 }  # fmt: skip
+# And of bounds that a workgroup computes itself.
+FAULTS_OF_OWN: dict[str, Fault] = {
+    "own tile left out": (
+        documents, ROWS,
+        "i <= most; i += kWaves",
+        "i < most; i += kWaves",
+    ),
+    "own tiles of a wavefront left out": (
+        documents, (290, 400, Tiles(32, 8)),
+        "i <= most; i += kWaves",
+        "i <= most; i += 2 * kWaves",
+    ),
+    "own rows where keys are": (
+        documents, ROWS,
+        "if ((i < most) == OWNS_KEYS)",
+        "if ((i < most) != OWNS_KEYS)",
+    ),
+    "own tile's bounds are the first tile's": (
+        documents, ROWS,
+        "meeting.bounds[OWNS_KEYS ? tile : most]",
+        "meeting.bounds[OWNS_KEYS ? tile : 0]",
+    ),
+    "own bounds from another head": (
+        lambda b, h, i, j: _by_head[h, j] < 4, ROWS,
+        "h{at.h, at.h}, found[kTabled]",
+        "h{0, 0}, found[kTabled]",
+    ),
+    "own least for the largest": (
+        documents, ROWS,
+        "meeting.bounds[i][2 * j + 1] = found[j].high;",
+        "meeting.bounds[i][2 * j + 1] = found[j].low;",
+    ),
+}  # fmt: skip
+OF_A_TABLE = ("the rows' table for keys", "the first head's table")
 SHIFTED = ("places from 0", "keys from 0")
+BY_FAULT = {
+    **{name: (KERNEL, fault) for name, fault in (FAULTS | FAULTS_OF_OWN).items()},
+    **{name: (BOUNDS, fault) for name, fault in FAULTS_OF_BOUNDS.items()},
+}
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *FAULTS_OF_BOUNDS])
-def test_fault_is_caught(fault: str, plant: Any) -> None:
-    kernel, faults = (KERNEL, FAULTS) if fault in FAULTS else (BOUNDS, FAULTS_OF_BOUNDS)
-    mask, (rows, keys, tiles), snippet, other = faults[fault]
+@pytest.mark.parametrize("fault", BY_FAULT)
+def test_fault_is_caught(fault: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, (mask, (rows, keys, tiles), snippet, other) = BY_FAULT[fault]
+    if fault in FAULTS_OF_BOUNDS or fault in OF_A_TABLE:
+        monkeypatch.setattr(block_lists, "MOST_OWN", 0)
     places = PLACES if fault in SHIFTED else {}
     assert not differs(mask, rows, keys, tiles, **places)
     plant(kernel, snippet, other)

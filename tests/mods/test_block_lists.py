@@ -231,7 +231,7 @@ def test_tensors_of_inference_mode_are_never_kept():
 
 def test_a_key_without_the_version_is_caught(monkeypatch):
     real = kept._states_of
-    stale = lambda device, used: (tuple(x.data_ptr() for x in used), ())  # noqa: E731
+    stale = lambda device, used: (0, (tuple(x.data_ptr() for x in used), ()))  # noqa: E731
     monkeypatch.setattr(kept, "_states_of", stale)
     # An entry must not be dropped before its address is used again.
     monkeypatch.setattr(kept, "_LOOKED_AT", 0)

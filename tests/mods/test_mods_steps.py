@@ -223,10 +223,11 @@ def test_what_may_change_unseen_is_not_kept():
             again.Snapshot(mod)
     table = torch.rand(8)
     snapshot = again.Snapshot(mod := lambda s, b, h, i, j: s + table[j])
-    (found,) = snapshot.tensors_of(mod)
-    assert found is table
+    found = []
+    assert snapshot.add_tensors(mod, found)
+    assert [id(x) for x in found] == [id(table)]
     table.requires_grad_()
-    assert snapshot.tensors_of(mod) is None
+    assert not snapshot.add_tensors(mod, [])
 
 
 def test_a_parameter_of_another_dtype_is_traced_again():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -72,14 +73,16 @@ class Lists:
         assert maker is not None
         first = form.names.index("captured0") if call.captured else 0
         end = first + len(call.captured)
+        launch = maker.bound.get(tiles)
 
-        def make(tensors: Sequence[torch.Tensor]) -> blocks.Lists:
-            launch = maker.launch_for(tiles)
+        def make(tensors: Sequence[torch.Tensor], made: blocks.Lists | None) -> blocks.Lists:
+            launch = maker.bound.get(tiles)
             if launch is None:  # not yet prepared, or not built
                 return maker(form.fill(tensors)[0], tiles)
-            return launch(tensors[first:end])
+            return launch(first, end, tensors, made)
 
-        return blocks.bound_lists(call, form, tiles, make)
+        given = make if launch is None else functools.partial(launch, first, end)
+        return blocks.bound_lists(call, form, tiles, given)
 
     def _lists(self, call: Call, tiles: Tiles) -> blocks.Lists:
         return blocks.lists_of(call, tiles, self._make)

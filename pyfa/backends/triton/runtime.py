@@ -363,10 +363,11 @@ class Runner:
         runs = run_of(program, launching(steps), EMPTY[q.device.type], 3, on_16)
         if not by_lists.names:
             return runs
+        lists_of = by_lists.bound(call, form)
 
         def sized(totals: Totals | None) -> Run:
             run = runs(totals)
-            return lambda *tensors: run(*tensors, *by_lists.of(form.fill(tensors)[0]))
+            return lambda *tensors: run(*tensors, *lists_of(tensors))
 
         return sized
 

@@ -118,14 +118,15 @@ class _Passes:
         empty = runtime.EMPTY[call.q.device.type]
         runs = run_of(program, runtime.launching(steps), empty, 6, on_16)
         made = {name: number for number, name in enumerate(program.made)}
-        fill, by_lists, paged = self.saved.filling(), self.by_lists, call.page_table is not None
+        fill, paged = self.saved.filling(), call.page_table is not None
+        lists_of = self.by_lists.bound(call, self.form)
+        of_call = slice(3, 3 + len(self.form.names))
 
         def sized(totals: Totals | None) -> RunBackward:
             run = runs(totals)
 
             def backward(*tensors: torch.Tensor) -> Gradients:
-                lists = by_lists.of(fill(*tensors).call) if by_lists.names else ()
-                found = run(*tensors, *lists)
+                found = run(*tensors, *lists_of(tensors[of_call]))
                 dq, dk, dv = found[:3]
                 if not (paged or has_sinks or bias_grad):
                     return Gradients(dq, dk, dv)

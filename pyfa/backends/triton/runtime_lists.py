@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ... import blocks
 from ...blocks import Lists, Tiles
-from ...problem import Call
+from ...problem import Call, Form
 from . import specs
 from .kernel import Kernel, Slot
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class ByLists:
     """The block lists of the kernels of one pass, by role.
 
-    The lists are the last inputs of the pass. ``names`` holds their names, and ``of`` returns the
-    lists of a call in the same order.
+    The lists are the last inputs of the pass. ``names`` holds their names, and ``bound`` returns
+    the lists of each call in the same order.
     """
 
     def __init__(self, runner: Runner, call: Call, roles: Sequence[str]) -> None:
@@ -48,12 +48,20 @@ class ByLists:
         strides = heads * owned if batch > 1 else 0, owned if heads > 1 else 0
         return Slot(f"{role}_counts"), Slot(f"{role}_entries"), *strides, most
 
-    def of(self, call: Call) -> tuple[torch.Tensor, ...]:
-        """Return the lists of ``call``, in the order of ``names``."""
-        return tuple(x for tiles in self._tiles.values() for x in self._lists(call, tiles))
+    def bound(self, call: Call, form: Form) -> Callable[[Sequence[torch.Tensor]], Sequence[Any]]:
+        """Return a function of the tensors of ``form``: the lists of calls that are like ``call``
+        in all but values and addresses, in the order of ``names``."""
 
-    def _lists(self, call: Call, tiles: Tiles) -> Lists:
-        return blocks.kept_lists(call, ("full first", tiles), lambda: self._make(call, tiles))
+        def lists_for(tiles: Tiles) -> Callable[[Sequence[torch.Tensor]], Lists]:
+            def make(tensors: Sequence[torch.Tensor], _: Lists | None) -> Lists:
+                return self._make(form.fill(tensors)[0], tiles)
+
+            return blocks.bound_kept_lists(call, form, ("full first", tiles), make)
+
+        found = [lists_for(tiles) for tiles in self._tiles.values()]
+        if len(found) == 1:
+            return found[0]
+        return lambda tensors: [x for each in found for x in each(tensors)]
 
     def _make(self, call: Call, tiles: Tiles) -> Lists:
         """Return counts (B', H', tiles, 2), those of full tiles and of all, and entries."""
