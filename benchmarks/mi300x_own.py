@@ -52,9 +52,9 @@ WIDE = tuple(
 TERMS = tuple(
     f"{LONG} --head-dim {dim} --features backward{terms}"
     for dim, of_dim in {
-        "64": ("", ",sinks", ",alibi", ",softcap", ",dropout", ",softcap,alibi"),
-        "96": ("", ",alibi", ",softcap", ",softcap,alibi"),
-        "128": ("", ",sinks", ",alibi", ",softcap", ",dropout", ",softcap,alibi"),
+        "64": ("", ",sinks", ",alibi", ",softcap", ",dropout", ",bias", ",softcap,alibi"),
+        "96": ("", ",alibi", ",softcap", ",bias", ",softcap,alibi"),
+        "128": ("", ",sinks", ",alibi", ",softcap", ",dropout", ",bias", ",softcap,alibi"),
         "192,128": ("", ",sinks", ",softcap,alibi"),
         "192": ("", ",alibi", ",softcap", ",softcap,alibi"),
         "256": ("", ",softcap", ",softcap,alibi"),

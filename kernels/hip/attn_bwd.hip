@@ -31,10 +31,10 @@ constexpr bool kFull = kKeys && (HEAD_DIM + HEAD_DIM_V) * COLUMNS == 512;
 // Reads of LDS come this many ahead of the products that take them, in plans without slots. Left to the compiler, they
 // come right before these: the matrix unit's share was 0.317 in place of 0.564 (256, by the timing model).
 constexpr int kAhead = GENERAL ? 2 : 3;
-// With score terms, dP of owned rows and dV have the fewest registers left. With 2, 4 of dV spilled in float16 at 256,
-// and at 128 only one workgroup fit on a compute unit.
-constexpr int kAheadDp = GENERAL && !kKeys ? 1 : kAhead;
-constexpr int kAheadDv = GENERAL ? 1 : kAhead;
+// With score terms, dP of owned rows up to 128 and dV at 256 have the fewest registers left. With 2, 4 of dV spilled in
+// float16 at 256, and of rows at 128 only one workgroup fit on a compute unit.
+constexpr int kAheadDp = GENERAL && !kKeys && HEAD_DIM <= 128 ? 1 : kAhead;
+constexpr int kAheadDv = GENERAL && HEAD_DIM == 256 ? 1 : kAhead;
 #if LISTS
 // With a mask that a user gave, 21 registers spilled: none do where the compiler places the reads of dK.
 constexpr int kAheadDx = kFull && DTYPE == FLOAT16 ? 0 : kAhead;

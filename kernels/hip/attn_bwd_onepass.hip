@@ -109,12 +109,17 @@ DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const 
     for (int i = 0; i < 2 * TILES; ++i)
       exchange(at, lds.swap, i / 2, i % 2 * 2, scored.general.ds[i / 2][i % 2]);
   }
+  if (kBiasAlone) {
+    general.lines.seek(c.sequence(), head, first, c.first);
+    general.load_lines();
+  }
   unsigned kept[TILES];
   if (kDropoutAlone) general.draw(kept, c.sequence(), head, first);
   for (int n = 0; !GENERAL && n < TILES; ++n) {
     unsigned seen = seen_bits(c, c.own(n), first);
     for (int r = 0; r < 4; ++r) {
       float x = kAlibiAlone ? general.sloped(general.distance_of(first), n, r, minus_lse[r]) : minus_lse[r];
+      if (kBiasAlone) x = general.biased(n, r, minus_lse[r]);
       x = __builtin_fmaf(s[n][r], c.to_base_2, x);
       float slope = 1.0f;
       if (kSoftcapAlone) {
@@ -195,6 +200,8 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
 
   if (steps) {
     Walk walk{start, start + steps * kStepRows, steps, head + group, start, head, head, steps, head, steps + 1};
+    walk.lined_head = head;
+    walk.lined = steps;
     const Params &again = params_again();
     Feed feed(q_of(again, c.s, head), dout_of(again, c.s, head), kRowsO, kColumnsO, kStates);
     walk.seek(c, feed);
@@ -223,6 +230,13 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     General general;
     if (GENERAL || TERM) general.begin(c.sequence(), c.first, head);
     begin(c, at, fixed, lds, scored, general, head, start);
+    if (kBiasAlone) {
+      for (int i = 0; i < 2; ++i) {
+        for (int part = 0; part < BiasLines<TILES>::kParts; ++part) general.lines.go_on(part);
+        walk.line_on(c, general);
+        if (i == 0) general.load_lines();
+      }
+    }
     lds.turn_rows();
     barrier();
 

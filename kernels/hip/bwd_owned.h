@@ -103,13 +103,13 @@ DEVICE void round(Pair (&to)[kFours], const Acc &x) {
 
 // ---- scores -------------------------------------------------------------------------------------
 
+DEVICE void put_four(Acc &x, int j, Quad four) {
+  for (int i = 0; i < 4; ++i) x[4 * j + i] = __builtin_bit_cast(float, (unsigned)four[i]);
+}
 // -LSE or -delta of the tile's rows at `first`, for registers 4 j ... 4 j + 3 of a product.
 DEVICE void load_four(Acc &x, const Context &c, const float *state, int first, int j) {
   auto from = buffer(state + first, max(c.s.rows - first, 0) * 4);
-  typedef float Four __attribute__((ext_vector_type(4)));
-  auto four = __builtin_bit_cast(
-      Four, __builtin_amdgcn_raw_buffer_load_b128(from, M::row(4 * j) * 4, 0, 0));
-  for (int i = 0; i < 4; ++i) x[4 * j + i] = four[i];
+  put_four(x, j, __builtin_amdgcn_raw_buffer_load_b128(from, M::row(4 * j) * 4, 0, 0));
 }
 
 // The same for each register: of the tile's rows where keys are owned, else of the owned row.
@@ -180,6 +180,64 @@ DEVICE unsigned kept(const Context &c, int head, int own, int first) {
   if (!kKeys) return bits;
   return kept_by_lane<0x1111>(bits);
 }
+
+// The bias of a product's scores, as it is in memory. What is not seen need not be there: elements beyond the end are 0
+// or others of the bias.
+struct Biases {
+  const char *base;    // of the owned ones from `first_own` on
+  int type, step;      // bytes between streamed ones
+  int own_bytes;       // of the owned ones, 0 where none is there
+  unsigned offset[4];  // of the lane, for registers 0 ... 3
+  unsigned bits[M::kRegisters];
+
+  METHOD void seek(const Params &p, const Context &c, int head, int first_own) {
+    type = p.bias_type;
+    int size = size_of_bias(type), row_step = (int)p.bias_row * size, key_step = (int)p.bias_key * size;
+    int own_step = kKeys ? key_step : row_step, own = min(c.owned() - first_own, kTile);
+    pin_scalar(own);
+    step = kKeys ? row_step : key_step;
+    base = terms_of(p, c.s.batch, head, 0).bias + (long long)first_own * own_step;
+    own_bytes = own > 0 ? (own - 1) * own_step + size : 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) offset[i] = M::row(i) * step + M::column() * own_step;
+  }
+  // Of `there` streamed ones from `base` on. All are on their way at once: one after the other, each was waited for.
+  METHOD void load(int there) {
+    auto from = buffer(base, there > 0 && own_bytes ? (there - 1) * step + own_bytes : 0);
+    int size = size_of_bias(type), more[kFours];
+#pragma unroll
+    for (int j = 0; j < kFours; ++j) {
+      more[j] = j * 8 * step;
+      pin_scalar(more[j]);  // or it is kept in a vector register, and loads go lane by lane
+    }
+    auto load = [&](auto one) {
+#pragma unroll
+      for (int r = 0; r < M::kRegisters; ++r) bits[r] = one(offset[r % 4], more[r / 4]);
+    };
+    if (size == 4)
+      load([&](unsigned at, int more) { return __builtin_amdgcn_raw_buffer_load_b32(from, at, more, 0); });
+    else if (size == 2)
+      load([&](unsigned at, int more) { return __builtin_amdgcn_raw_buffer_load_b16(from, at, more, 0); });
+    else
+      load([&](unsigned at, int more) { return __builtin_amdgcn_raw_buffer_load_b8(from, at, more, 0); });
+  }
+  // Adds the bias, `factor` times, to s.
+  template <int of_type, int size>
+  METHOD void add(Acc &s, float factor) const {
+#pragma unroll
+    for (int r = 0; r < M::kRegisters; ++r) s[r] = __builtin_fmaf(bias_value<size>(of_type, bits[r]), factor, s[r]);
+  }
+  METHOD void add(Acc &s, float factor) const {
+    if (type == kFloat32Bias)
+      add<kFloat32Bias, 4>(s, factor);
+    else if (type == kBfloat16Bias)
+      add<kBfloat16Bias, 2>(s, factor);
+    else if (type == kFloat16Bias)
+      add<kFloat16Bias, 2>(s, factor);
+    else
+      add<kBoolBias, 1>(s, factor);
+  }
+};
 
 // What dS needs of S, besides the product itself.
 struct Weights {
@@ -282,16 +340,32 @@ DEVICE Weights weigh(Acc &s, Pair (&rounded)[kFours], const Context &c, Acc minu
   w.seen = seen;
   if (p.bias_type != kNoBias) {
     const Params &again = params_again();
-    Terms at = terms_of(again, c.s.batch, head, 0);
-    const char *bias = at.bias;
-    long long row_step = terms_of(again, c.s.batch, head, 1).bias - bias;
-    int place = own < c.owned() ? own : 0;
+#ifdef MOD
+    // One by one: all at once, up to 20 registers spilled with the conformance suite's masks.
+    constexpr bool kOneByOne = true;
+#else
+    constexpr bool kOneByOne = false;
+#endif
+    if (kOneByOne) {
+      Terms at = terms_of(again, c.s.batch, head, 0);
+      const char *bias = at.bias;
+      long long row_step = terms_of(again, c.s.batch, head, 1).bias - bias;
+      int place = own < c.owned() ? own : 0;
 #pragma unroll
-    for (int r = 0; r < M::kRegisters; ++r) {
-      // What is not seen need not be there: any element does for it.
-      int other = row0 + bit_of(r) & bits_of(seen, bit_of(r));
-      at.bias = bias + (kKeys ? other : place) * row_step;
-      s[r] += bias_of(at, kKeys ? place : other);
+      for (int r = 0; r < M::kRegisters; ++r) {
+        // What is not seen need not be there: any element does for it.
+        int other = row0 + bit_of(r) & bits_of(seen, bit_of(r));
+        at.bias = bias + (kKeys ? other : place) * row_step;
+        s[r] += bias_of(at, kKeys ? place : other);
+      }
+    } else {
+      Biases biases;
+      biases.seek(again, c, head, c.first + n * kTile);
+      biases.base += (long long)first * biases.step;
+      int there = min(c.streamed() - first, kTile);
+      pin_scalar(there);
+      biases.load(there);
+      biases.add(s, 1.0f);
     }
   }
   if (kKeys) minus_lse = load_states(c, states.minus_lse, first);

@@ -9,7 +9,9 @@
 #define TERM 0
 #endif
 constexpr bool kSinksAlone = TERM == 1, kAlibiAlone = TERM == 2, kSoftcapAlone = TERM == 3,
-               kDropoutAlone = TERM == 4;
+               kDropoutAlone = TERM == 4, kBiasAlone = TERM >= 5;
+// A bias alone has 16 bits, or with codes of its own 32, or is boolean.
+constexpr int kBiasSize = TERM == 6 ? 4 : TERM == 7 ? 1 : 2;
 
 // `x` of lane `from` of the four that this lane is one of.
 template <int from>

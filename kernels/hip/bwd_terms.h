@@ -7,7 +7,8 @@
 #include "bwd_step.h"
 
 static_assert(!(GENERAL && TERM), "a plan has one term, or any");
-constexpr bool kTermOfHead = kSinksAlone || kAlibiAlone || kDropoutAlone;  // which differs between heads
+// Which differs between heads.
+constexpr bool kTermOfHead = kSinksAlone || kAlibiAlone || kDropoutAlone || kBiasAlone;
 
 // What of the sinks' gradient needs the scores: the sum over a head's rows and this wavefront's keys of
 // w P (dP - delta), with w = exp(sink - LSE). dq_convert makes the rest (store_sink_share).
@@ -34,6 +35,66 @@ struct SinkSum {
     pin(first_key);
     float *sums = sink_sums(params_again(), s.batch, head) + first_key / kSinkKeys;
     __builtin_amdgcn_global_atomic_fadd_f32((GLOBAL float *)sums, all);
+  }
+};
+
+// A bias alone, whose keys are side by side in memory, of the plan's number format if it has 16 bits. What a step adds
+// is loaded a turn before its scores are made.
+template <int tiles>
+struct BiasLines {
+  const char *base;    // of the step's first row, at the wavefront's first key
+  int bytes;           // from there on, of the step's rows
+  int left;            // rows from there on
+  int row_step;        // in bytes
+  int beyond;          // bytes from the end of a row's keys to the next row
+  unsigned offset[4];  // of the lane's rows
+
+  METHOD void begin(const Sequence &s, int first_key) {
+    int keys = min(s.keys - first_key, tiles * 16);
+    pin_scalar(keys);  // or min and max become v_med3, of which the compiler does not know that lanes agree
+    keys = max(keys, 0);
+    pin_scalar(keys);
+    row_step = (int)params_again().bias_row * kBiasSize;
+    pin_scalar(row_step);
+    beyond = row_step - keys * kBiasSize;
+    pin_scalar(beyond);
+    int lane = keys ? lane_index() % 16 * kBiasSize : 0x7fffffff;  // without keys all is beyond the buffer
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      offset[r] = lane + (lane_index() / 16 * kMmaPart + r) * row_step;
+      pin(offset[r]);
+    }
+  }
+  // To a head's rows from `row` on.
+  METHOD void seek(const Sequence &s, int head, int row, int first_key) {
+    base = terms_of(params_again(), s.batch, head, row).bias + first_key * kBiasSize;
+    left = s.rows - row;
+    pin_scalar(base);
+    pin_scalar(left);
+    go_on(2);
+  }
+  // To the next step, in parts.
+  static constexpr int kParts = 3;
+  METHOD void go_on(int part) {
+    if (part == 0) {
+      base += row_step * kStepRows;
+      pin_scalar(base);
+    } else if (part == 1) {
+      left -= kStepRows;
+      pin_scalar(left);
+    } else {
+      int rows = min(left, kStepRows);
+      pin_scalar(rows);
+      bytes = rows * row_step - beyond;
+      pin_scalar(bytes);
+    }
+  }
+  METHOD unsigned load(int n, int r) const {
+    auto from = buffer(base, bytes);
+    unsigned at = offset[r] + n * 16 * kBiasSize;
+    if constexpr (kBiasSize == 4) return __builtin_amdgcn_raw_buffer_load_b32(from, at, 0, 0);
+    if constexpr (kBiasSize == 1) return __builtin_amdgcn_raw_buffer_load_b8(from, at, 0, 0);
+    return __builtin_amdgcn_raw_buffer_load_b16(from, at, 0, 0);
   }
 };
 
@@ -65,6 +126,7 @@ struct Scoring {
   DrawKeys<tiles> draws;
   unsigned key;  // the lane's in its group of four
   float log_scale, keep;
+  BiasLines<tiles> lines;  // bias alone: of the step that comes next, then of the one after it
 
   METHOD void begin(const Sequence &s, int first_key, int head) {
     const Params &p = params_again();
@@ -76,6 +138,7 @@ struct Scoring {
       pin(cap_in);
       pin(cap_out);
       pin(place);
+      if (kBiasAlone) lines.begin(s, first_key);
       if (kDropoutAlone) {
         log_scale = log2(p.dropout_scale);
         keep = reciprocal(p.dropout_scale);
@@ -116,6 +179,19 @@ struct Scoring {
     return __builtin_fmaf(terms.slope, __builtin_fabsf(distance + (float)(n * 16 - r)), minus_lse);
   }
   METHOD float distance_of(int row) const { return (float)(place - row); }
+
+  // Bias alone: what it adds to the exponent of the score of row r and the lane's key of tile n.
+  METHOD float biased(int n, int r, float minus_lse) const {
+    if (kBiasSize == 1) return bias[n][r] ? minus_lse : -INFINITY_F;
+    constexpr int kType = dtype == BFLOAT16 ? kBfloat16Bias : kFloat16Bias;
+    return __builtin_fmaf(bias_value<kBiasSize>(kType, bias[n][r]), kLog2E, minus_lse);
+  }
+  METHOD void load_lines() {
+#pragma unroll
+    for (int n = 0; n < tiles; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) bias[n][r] = lines.load(n, r);
+  }
 
   // What is not seen need not be there: elements beyond the end are 0 or others of the bias.
   METHOD void load_bias(const Sequence &s, int head, int row) {

@@ -52,6 +52,11 @@ constexpr int kAtTurn = kAtCarry - (kLate ? 0 : 2);
 static_assert(at_of(kSlots - 1) - kLead <= kAtTurn, "all columns of this turn are read by then");
 // Where a term differs between heads, the step's row and head come here: draws begin with them.
 constexpr int kAtScore = kDropoutAlone ? 0 : kAtS + 2;
+// A bias comes from here on: -LSE is there.
+constexpr int kAtBias = kAtS + 8;
+constexpr int kBiasCost = kBiasSize == 4 || (kBiasSize == 2 && DTYPE == FLOAT16) ? 1 : 2;
+// That of the next step is loaded up to here.
+constexpr int kAtLines = kAtV;
 // Draws come up to here, what they keep behind.
 constexpr int kDrawEnd = kAtCut + 4;
 static_assert(kDrawEnd < kAtEnd - 7, "what the last tile keeps is known before its dS");
@@ -74,6 +79,7 @@ struct Deal {
   int drawn[Drawing::kParts * TILES] = {};           // for dropout: parts of draws,
   int masked[kElements] = {}, dropped[kElements] = {};  // what they keep, and dP to dS with it
   int first_drawn[kProducts + 1] = {}, most_drawn = 0;  // the first part behind each product, and how many come there
+  int based[kElements] = {}, lined[kElements] = {};     // a bias: added to -LSE; that of the next step is loaded
   int differed[kTwos] = {}, halved[kTwos] = {}, given[kTwos] = {};  // dP to dS, to 16 bits, to LDS
 
   // The best product from `least` to `most` for `cost` instructions: near `wanted`, with room.
@@ -106,6 +112,7 @@ struct Deal {
     taken[kAtK - 1] += 4;
     taken[kAtQ] += 2;
     taken[kTermOfHead ? kAtScore : kAtQ + 1] += 3;
+    for (int part = 0; part < 4 && kBiasAlone; ++part) taken[kAtLines + part] += 3;
     if (kAlibiAlone) taken[kAtS + 3] += 2;
     if (kSoftcapAlone || kDropoutAlone) taken[kAtK + 2] += 4;
     if (kDropoutAlone) {
@@ -123,6 +130,16 @@ struct Deal {
       added[i] = spread(i, 4 * kShares, kAtS + 1, kAtK - 1, i ? added[i - 1] : 0, i ? 2 : 4);
     for (int i = 0; i < Feed::kLoads; ++i)
       loaded[i] = spread(i, Feed::kLoads, kAtK, kAtP, i ? loaded[i - 1] : 0, i % 4 ? 1 : 3);
+    // Of a tile's rows the first is loaded last: where it is there, so are the others, which wait no more.
+    for (int i = 0; i < kElements && kBiasAlone; ++i) {
+      based[i] = spread(i, kElements, kAtBias, kAtCut - 4, i ? based[i - 1] : 0, kBiasCost);
+      if (i % 4 < 3) continue;
+      for (int j = i - 3; j <= i; ++j) {
+        int least = based[i] + 1;
+        if (j && lined[j - 1] > least) least = lined[j - 1];
+        lined[j] = place(least, least, kAtLines - 1, 1);
+      }
+    }
     for (int i = 0; i < kElements && !GENERAL; ++i) {
       if (kSoftcapAlone) {
         scaled[i] = spread(i, kElements, kAtK + 3, kAtCut - 4, i ? scaled[i - 1] : 0, 3);
@@ -132,6 +149,7 @@ struct Deal {
         continue;
       }
       scaled[i] = spread(i, kElements, kAtK + 3, kAtCut - 2, i ? scaled[i - 1] : 0, kAlibiAlone ? 3 : 1);
+      if (kBiasAlone && scaled[i] <= based[i]) scaled[i] = place(based[i] + 1, based[i] + 1, kAtCut - 2, 0);
       raised[i] = place(scaled[i] + 1, scaled[i] + 1, kAtCut - 1, 2);
     }
     constexpr int kParts = Drawing::kParts;
@@ -187,6 +205,8 @@ struct Walk {
   char *sums;        // where dQ is added
   Aside sums_step;   // bytes from step to step
   int sums_bytes;    // of a tile, at first 0, when there is no dQ yet: all is beyond the buffer
+  int lined_head;    // with a bias alone, the same of what is loaded of it
+  int lined;
   int turns;         // that are left
 
   METHOD void seek(const Context &c, Feed &feed) const {
@@ -209,6 +229,13 @@ struct Walk {
       general.seek(c.sequence(), head);
     }
     pin_scalar(row);
+  }
+  // To the bias of the next step, behind the last one to that of its head again.
+  METHOD void line_on(const Context &c, General &general) {
+    if (__builtin_expect(--lined != 0, 1)) return;
+    lined = steps;
+    lined_head = min(lined_head + 1, group_end - 1);
+    general.lines.seek(c.sequence(), lined_head, start, c.first);
   }
   METHOD void seek_sums(const Context &c) {
     const Params &p = params_again();
@@ -367,6 +394,20 @@ struct Turn {
     for (int i = 0; i < Feed::kLoads; ++i)
       if (m == kDeal.loaded[i]) feed.load(i);
 #pragma unroll
+    for (int i = 0; kBiasAlone && i < 4 * TILES; ++i) {
+      int n = i / 4, r = i % 4;
+      if (m == kDeal.based[i]) {
+        float x = general.biased(n, r, v.minus_lse[r]);
+        pin(x);
+        v.exponent[n][r] = x;
+      }
+      if (m == kDeal.lined[i]) general.bias[n][3 - r] = general.lines.load(n, 3 - r);
+    }
+#pragma unroll
+    for (int part = 0; kBiasAlone && part < BiasLines<TILES>::kParts; ++part)
+      if (m == kAtLines + part) general.lines.go_on(part);
+    if (kBiasAlone && m == kAtLines + BiasLines<TILES>::kParts) walk.line_on(c, general);
+#pragma unroll
     for (int i = 0; !GENERAL && i < 4 * TILES; ++i) {
       float &x = v.exponent[i / 4][i % 4];
       int n = i / 4, r = i % 4;
@@ -374,8 +415,8 @@ struct Turn {
         if (kSoftcapAlone) {
           x = exp2(v.s[n][r] * general.cap_in);
         } else {
-          x = kAlibiAlone ? general.sloped(v.distance, n, r, v.minus_lse[r]) : v.minus_lse[r];
-          x = __builtin_fmaf(v.s[n][r], c.to_base_2, x);
+          float y = kAlibiAlone ? general.sloped(v.distance, n, r, v.minus_lse[r]) : kBiasAlone ? x : v.minus_lse[r];
+          x = __builtin_fmaf(v.s[n][r], c.to_base_2, y);
         }
         pin(x);
       }

@@ -390,6 +390,9 @@ def _bias_tiles() -> Iterator[Case]:
         rows, keys = ((129, 264), (65, 104), (200, 128))[index // 2 % 3]
         causal = index % 4 == 1
         yield _dense(rows, keys, batch=2, heads_q=4, backward=True, causal=causal, **fields)
+    # The other dtype of HIP's kernel for a bias alone at 96.
+    yield _dense(129, 264, batch=2, heads_q=4, backward=True, head_dim=96, head_dim_v=96,
+                 dtype="float16", bias="full")  # fmt: skip
 
 
 def _many_lengths() -> Iterator[Case]:

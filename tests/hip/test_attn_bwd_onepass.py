@@ -80,6 +80,13 @@ CASES = {
     "float16 bias": Case(
         dtype="float16", lengths_q=(40,), lengths_k=(70,), bias="hidden", backward=True
     ),
+    "bool, softcap": Case(
+        lengths_q=(70,), lengths_k=(150,), bias="bool", softcap=3.0, backward=True
+    ),
+    "float16 bias, softcap": Case(
+        dtype="float16", lengths_q=(40,), lengths_k=(70,), bias="hidden", softcap=3.0,
+        backward=True,
+    ),
     "sinks": Case(
         lengths_q=(70,), lengths_k=(150,), heads_q=4, sinks=True, dlse="both", backward=True
     ),
@@ -126,6 +133,21 @@ CASES = {
         kind="varlen", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), used_q=True, used_k=True,
         slack=3, heads_q=6, heads_k=2, layout="strided", dropout_p=0.1, backward=True,
     ),
+    "bias alone": Case(
+        lengths_q=(140,), lengths_k=(260,), window=(70, 20), bias="full", heads_q=6, heads_k=2,
+        dlse="both", backward=True,
+    ),
+    "bias alone 128": Case(
+        dtype="float16", lengths_q=(70,), lengths_k=(200,), head_dim=128, head_dim_v=120,
+        bias="hidden", causal=True, backward=True,
+    ),
+    "varlen, float32 bias": Case(
+        kind="varlen", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), used_q=True, used_k=True,
+        slack=3, heads_q=6, heads_k=2, layout="strided", bias="heads", backward=True,
+    ),
+    "bias of keys": Case(
+        lengths_q=(33,), lengths_k=(290,), bias="keys", heads_q=4, heads_k=2, backward=True
+    ),
     "varlen, terms": Case(
         kind="varlen", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), used_q=True, used_k=True,
         slack=3, heads_q=6, heads_k=2, layout="strided", sinks=True, alibi="heads", bias="heads",
@@ -140,7 +162,7 @@ CASES = {
 
 NIGHT = (
     "192 and 128", "192", "causal, float16", "varlen 96", "float16", "terms 128", "sinks 128",
-    "dropout alone 128", "alibi 192", "softcap 96",
+    "dropout alone 128", "alibi 192", "softcap 96", "bias alone 128",
 )  # fmt: skip
 
 # Each: the case that shows it, the exact snippet, what it becomes.
@@ -255,10 +277,10 @@ FAULTS |= {
         "general.load_bias(c.sequence(), walk.head, walk.start)",
     ),
     "boolean bias taken for its contrary": (
-        "bool", "bits ? 0.0f : -INFINITY_F", "bits ? -INFINITY_F : 0.0f",
+        "bool, softcap", "bits ? 0.0f : -INFINITY_F", "bits ? -INFINITY_F : 0.0f",
     ),
     "float16 taken for bfloat16": (
-        "float16 bias", "add_bias<kFloat16Bias, 2>(s)", "add_bias<kBfloat16Bias, 2>(s)",
+        "float16 bias, softcap", "add_bias<kFloat16Bias, 2>(s)", "add_bias<kBfloat16Bias, 2>(s)",
     ),
     "mask with score terms forgotten": (
         "window, terms", "if (v.cut >= 0) return;", "return;",
@@ -323,6 +345,39 @@ FAULTS |= {
     "softcap alone: half of it": ("softcap", "(x, -2.0f * general.cap_out", "(x, -general.cap_out"),
     "softcap alone: LSE of another row": (
         "softcap", "v.highest[r] = v.minus_lse[r]", "v.highest[r] = v.minus_lse[r ^ 1]",
+    ),
+    "bias alone: of a neighboring row": (
+        "bias alone", "= general.lines.load(n, 3 - r)", "= general.lines.load(n, (3 - r) ^ 1)",
+    ),
+    "bias alone: of the same step again": (
+        "bias alone", "if (m == kAtLines + part) general.lines.go_on(part);", "",
+    ),
+    "bias alone: of the same head again": (
+        "bias alone", "min(lined_head + 1, group_end - 1)", "lined_head",
+    ),
+    "bias alone: heads do not end": (
+        "bias alone", "if (__builtin_expect(--lined != 0, 1)) return;", "return;",
+    ),
+    "bias alone: first step forgotten": (
+        "bias alone", "      if (kBiasAlone) x = general.biased(n, r, minus_lse[r]);\n", "",
+    ),
+    "bias alone: of the first tile": (
+        "bias alone", "offset[r] + n * 16 * kBiasSize", "offset[r]",
+    ),
+    "bias alone: rows beyond the end read": (
+        "bias alone", "bytes = rows * row_step - beyond", "bytes = 16 * row_step - beyond",
+    ),
+    "bias alone: keys beyond the end read": (
+        "bias alone", "keys = max(keys, 0);", "keys = tiles * 16;",
+    ),
+    "bias alone: in units of the natural logarithm": (
+        "bias alone", "bias[n][r]), kLog2E, minus_lse)", "bias[n][r]), 1.0f, minus_lse)",
+    ),
+    "bias alone: boolean taken for its contrary": (
+        "bool", "bias[n][r] ? minus_lse : -INFINITY_F", "bias[n][r] ? -INFINITY_F : minus_lse",
+    ),
+    "bias alone: float32 by half of its bits": (
+        "varlen, float32 bias", "kBiasSize = TERM == 6 ? 4", "kBiasSize = TERM == 6 ? 2",
     ),
     "dropout alone: draws of the same head again": (
         "dropout alone", "wide_product(kPhiloxB, head + dropout.head_start)",

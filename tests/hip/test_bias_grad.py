@@ -1,5 +1,6 @@
 """The gradient of a bias in HIP, run in the emulator: right as it is, caught when it is broken."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from pyfa.conformance.cases import Case
 
 
 def case(bias: str, **fields: Any) -> Case:
-    """Rows and keys past the edges of a workgroup's 64 and 128, but for what ``fields`` say."""
+    """Rows and keys past the edges of a workgroup's, but for what ``fields`` say."""
     given = {"lengths_q": (70,), "lengths_k": (150,), **fields}
     return Case(bias=bias, bias_grad=True, backward=True, **given)
 
@@ -24,6 +25,7 @@ def case(bias: str, **fields: Any) -> Case:
 # before it, lengths that differ, the three formats.
 CASES = {
     "full": case("full", lengths_q=(70, 70), lengths_k=(150, 150), dlse="both"),
+    "rows and keys": case("full", lengths_q=(165,), lengths_k=(150,)),
     "heads": case("heads", dtype="float16", lengths_q=(70, 70), lengths_k=(150, 150), heads_q=4,
                   causal=True),
     "keys": case("keys", softcap=5.0, dropout_p=0.2, lengths_q=(65,)),
@@ -45,7 +47,7 @@ CASES = {
 
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {
-    "delta forgotten": ("full", "(g + minus_delta[r]) * w.p[r]", "g * w.p[r]"),
+    "delta forgotten": ("one", "(g + minus_delta[r]) * w.p[r]", "g * w.p[r]"),
     "P after the score's slope": ("one", "minus_delta[r]) * w.p[r]", "minus_delta[r]) * s[0][r]"),
     "dropout forgotten": (
         "keys", "where(w.keep, r, dp[0][r] * w.keep_scale)", "dp[0][r] * w.keep_scale",
@@ -53,8 +55,10 @@ FAULTS = {
     "barrier before rows dropped": ("full", "barrier();  // its rows are there", "//"),
     "barrier between heads dropped": ("one", "barrier();  // the tiles of the head", "//"),
     "barrier before sums dropped": ("one", "barrier();  // the last tile has been read", ""),
-    "one buffer": ("full", "lds + t * kBufferBytes", "lds"),
-    "heads of a group": ("heads", "head / (p.heads_q / p.heads_k)", "head % p.heads_k"),
+    "one buffer": ("full", "lds + t % 2 * kBufferBytes", "lds"),
+    "heads of a group": (
+        "heads", "quotient(head, quotient(p.heads_q, p.heads_k))", "head % p.heads_k",
+    ),
     "one head of many": ("keys", "!params_again().bias_head && ++head", "false && ++head"),
     "one sequence of many": ("heads", "!params_again().bias_batch && ++batch", "false && ++batch"),
     "first keys alone": ("rows", "!params_again().bias_key && key", "false && key"),
@@ -70,6 +74,28 @@ FAULTS = {
     "rows beyond the end": ("full", "if (row < p.seqlen_q)", ""),
     "keys beyond the end": ("full", "if (key >= p.seqlen_k) return;", ""),
     "another head's place": ("heads", "+ work.head * q.out_head", "+ work.head"),
+    "bias alone: delta forgotten": ("full", "dp = ahead.minus_delta", "dp = Acc{0}"),
+    "bias alone: mask forgotten": (
+        "window", "if (at < mine.all_low ||", "if (at < mine.all_low &&",
+    ),
+    "bias alone: keys beyond the end seen": (
+        "varlen", "if (c.first + kTile > c.s.keys) mine.all_low = 0x7fffffff;", "",
+    ),
+    "bias alone: of the same rows again": (
+        "full", "biases.base += kTile * (long long)biases.step;", "",
+    ),
+    "bias alone: of a neighboring row": ("full", "M::row(i) * step +", "M::row(i ^ 1) * step +"),
+    "bias alone: of rows far away": ("full", "more[j] = j * 8 * step", "more[j] = j * step"),
+    "bias alone: states of the rows before": (
+        "full", "states_at(states.minus_lse, first)", "states_at(states.minus_lse, first & ~63)",
+    ),
+    "bias alone: rows of the tile before": (
+        "full", "    a.base += kTile * a.row_bytes;\n", "",
+    ),
+    "bias alone: a product without its P": (
+        "full", "r < (product + 1) * M::kRegisters / kProducts; ++r)",
+        "r < product * M::kRegisters / kProducts; ++r)",
+    ),
 }  # fmt: skip
 
 
@@ -140,8 +166,9 @@ def test_a_nan_of_one_sequence_stays_out_of_what_it_has_not():
 )
 def test_resources(pair):
     """No spill, no scratch: ``code.build`` refuses both, and any wait state that is missing."""
-    for dtype in (0, 1):
-        data = code.load(backward.bias_plan("hip", pair, dtype), "gfx942").data
+    for dtype, terms in itertools.product((0, 1), (frozenset(), frozenset({"bias"}))):
+        plan = backward.bias_plan("hip", pair, dtype, terms=terms)
+        data = code.load(plan, "gfx942").data
         kernel = codeobject.parse(data).kernel("bias_grad")
         assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
         assert kernel.lds_bytes == 2 * 32 * sum(pair) * 2

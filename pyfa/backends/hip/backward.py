@@ -20,12 +20,21 @@ SUM_ROWS = 16  # rows of a workgroup of row_sums.hip
 KERNEL = "hip/attn_bwd.hip"
 ONE_PASS = "hip/attn_bwd_onepass.hip"
 BIAS_GRAD = "hip/bias_grad.hip"
-BIAS_TILE = 64, 128  # rows and keys of its workgroups
 CONVERT_ROWS = 64  # rows of a workgroup of dq_convert.hip
 KEYS, ROWS = 0, 1
 # Score terms that, without others, have plans of the one-pass kernel of their own: their codes
 # (kernels/hip/bwd_terms.h).
-TERMS = {"sinks": 1, "alibi": 2, "softcap": 3, "dropout": calls.DROPOUT_TERM}
+TERMS = {
+    "sinks": 1,
+    "alibi": 2,
+    "softcap": 3,
+    "dropout": calls.DROPOUT_TERM,
+    "bias": 5,
+    "float32_bias": 6,
+    "bool_bias": 7,
+}
+# What leaves the gradient of a bias as it is: of sinks, only the LSE knows.
+_OF_NO_GRADIENT = {"bias_tiles", "float32_bias", "other_bias", "sinks"}
 THREADS = 256
 WAVES = THREADS // 64
 
@@ -102,6 +111,9 @@ def plans_of(
 
 def _alone(tiles: Tiles, pair: tuple[int, int], two_passes: bool, terms: frozenset[str]) -> int:
     """Return the code of the one score term if there are plans for it alone, else 0."""
+    terms -= {"bias_tiles"}  # of Hopper's kernel
+    if terms & {"float32_bias", "bool_bias"}:
+        terms -= {"bias"}
     (term,) = terms if len(terms) == 1 else ("",)
     having = tiles.two_pass_terms if two_passes else tiles.one_pass_terms
     return TERMS[term] if pair in having.get(term, ()) else 0
@@ -127,10 +139,23 @@ def _plan(
     return lists.listed(plan_with(backend, KERNEL, constants, digest=mods))
 
 
-def bias_plan(backend: str, pair: tuple[int, int], dtype: int, mods: str = "") -> Plan:
+def bias_plan(
+    backend: str,
+    pair: tuple[int, int],
+    dtype: int,
+    mods: str = "",
+    terms: frozenset[str] = frozenset(),
+) -> Plan:
     """Return the plan of the gradient of the bias, which runs after the others."""
     constants = {"DTYPE": dtype, "HEAD_DIM": pair[0], "HEAD_DIM_V": pair[1]}
+    if not mods and terms - _OF_NO_GRADIENT == {"bias"}:
+        constants["TERM"] = TERMS["bias"]  # whatever its format
     return plan_with(backend, BIAS_GRAD, constants, digest=mods)
+
+
+def bias_tile(plan: Plan) -> tuple[int, int]:
+    """Return the rows and keys of a workgroup of the gradient of the bias."""
+    return (128 if "TERM" in values_of(plan) else 64), 128
 
 
 def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
@@ -146,7 +171,12 @@ def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
         )
     ]
     pairs, codes = tiles_of(arch).two_passes, calls.DTYPE_CODES.values()
-    found += [bias_plan(backend, pair, dtype) for pair in pairs for dtype in codes]
+    found += [
+        bias_plan(backend, pair, dtype, terms=frozenset(terms))
+        for pair in pairs
+        for dtype in codes
+        for terms in ((), ("bias",))
+    ]
     return list(dict.fromkeys(found))
 
 

@@ -147,6 +147,7 @@ def _backward(plan: Plan) -> Sample:
             sinks=of_heads if "sinks" in terms else None,
             dropout_p=0.1 if "dropout" in terms else 0.0,
             seed=torch.zeros(1, dtype=torch.int64) if "dropout" in terms else None,
+            bias=_bias(alone, call),
             deterministic=not one_pass,
         )
         _run_backward(launch, call)
@@ -159,6 +160,13 @@ def _backward(plan: Plan) -> Sample:
     return Sample(f"{_title(constants)} {kind}", run, short, long, owned, streamed, tiles)
 
 
+def _bias(alone: str | None, call: Call) -> torch.Tensor | None:
+    dtypes = {"bias": call.q.dtype, "float32_bias": torch.float32, "bool_bias": torch.bool}
+    dtype = dtypes.get(alone or "")
+    shape = 1, 1, call.max_seqlen_q, call.max_seqlen_k
+    return None if dtype is None else _zeros(*shape, dtype=dtype)
+
+
 def _run_backward(launch: Launcher, call: Call, bias_grad: bool = False) -> None:
     out, dout = (_zeros(*call.out_shape(), dtype=call.q.dtype) for _ in range(2))
     given = Saved(call, out, _zeros(*call.lse_shape()), dout)
@@ -169,16 +177,18 @@ def _bias_grad(plan: Plan) -> Sample:
     """Run the gradient of a bias that is broadcast over rows, so that a tile of rows is the loop
     iteration."""
     constants = _constants(plan)
-    keys = backward.BIAS_TILE[1]
+    _, keys = backward.bias_tile(plan)
+    softcap = 0.0 if "TERM" in constants else 30.0
 
     def run(launch: Launcher, length: int) -> None:
-        call = _call(constants, length, keys)._replace(bias=_zeros(1, 1, 1, keys))
+        call = _call(constants, length, keys)
+        call = call._replace(bias=_zeros(1, 1, 1, keys, dtype=call.q.dtype), softcap=softcap)
         _run_backward(launch, call, bias_grad=True)
 
     owned, streamed = keys // backward.WAVES, 32
     short, long = 8 * streamed, 16 * streamed
     tiles = (long - short) // streamed * backward.WAVES
-    title = f"{_title(constants)} gradient of bias"
+    title = f"{_title(constants)} gradient of bias{'' if softcap else ' alone'}"
     return Sample(title, run, short, long, owned, streamed, tiles)
 
 

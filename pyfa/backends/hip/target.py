@@ -31,7 +31,7 @@ def _block_of(plan: Plan) -> Block:
     if plan.kernel == latent.KERNEL:
         return Block(latent.THREADS, latent.rows_of(plan), GROUP)
     if plan.kernel == backward.BIAS_GRAD:
-        return Block(backward.THREADS, *backward.BIAS_TILE)
+        return Block(backward.THREADS, *backward.bias_tile(plan))
     rows, keys = backward.owned(plan)
     return Block(backward.THREADS, rows, keys, by_length=True)
 
@@ -107,9 +107,11 @@ def _backward_plans(
     return backward.plans_of(backend, pair, dtype, general, deterministic, arch, mods, terms)
 
 
-def _bias_grad_plan(backend: str, arch: str, dims: Pair, dtype: int, mods: str) -> Plan:
+def _bias_grad_plan(
+    backend: str, arch: str, dims: Pair, dtype: int, mods: str, terms: frozenset[str]
+) -> Plan:
     pair = calls.bucket_of(plans.tiles_of(arch).two_passes, *dims)
-    return backward.bias_plan(backend, pair, dtype, mods)
+    return backward.bias_plan(backend, pair, dtype, mods, terms)
 
 
 def _forward(values: Mapping[str, int]) -> Buffers:

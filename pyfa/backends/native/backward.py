@@ -71,11 +71,22 @@ def _terms_of(call: Call) -> frozenset[str]:
         "alibi": call.alibi_slopes is not None,
         "bias": call.bias is not None,
         "bias_tiles": has_bias_tiles(call),
+        **_kind_of_bias(call.bias, call.q),
         "dropout": call.dropout_p > 0.0,
         "sinks": call.sinks is not None,
         "score_mod": found is not None and found.score is not None,
     }
     return frozenset(name for name, is_given in given.items() if is_given)
+
+
+def _kind_of_bias(bias: torch.Tensor | None, q: torch.Tensor) -> dict[str, bool]:
+    """Return what HIP's kernels for a bias alone ask: whether it has the dtype of q and the keys of
+    a row side by side, as one of these names if not."""
+    if bias is None:
+        return {}
+    in_lines = bias.shape[-1] > 1 and bias.stride(-1) == 1
+    kinds = {q.dtype: "bias", torch.float32: "float32_bias", torch.bool: "bool_bias"}
+    return {kinds.get(bias.dtype, "other_bias") if in_lines else "other_bias": True}
 
 
 def _readable(given: Saved, bias_grad: bool) -> Saved:
@@ -222,7 +233,8 @@ def _add_bias_grad(
     assert make is not None, "FEATURES has the gradient of bias"
     arch = launch.device_at(call.q.device).arch
     dims = call.q.shape[-1], call.v.shape[-1]
-    plan = make(launch.target.name, arch, dims, calls.dtype_code(call.q), call.mods)
+    dtype = calls.dtype_code(call.q)
+    plan = make(launch.target.name, arch, dims, dtype, call.mods, _terms_of(call))
     if _is_banded(call):
         plan = banded(plan)
     block = launch.target.block_of(plan)
@@ -241,7 +253,8 @@ def bias_plan_for(target: Target, backend: str, problem: Problem) -> Plan:
     assert target.bias_grad_plan is not None
     arch, dims = target.device_of(problem).arch, (problem.head_dim, problem.head_dim_v)
     dtype = calls.DTYPE_CODES[problem.dtype]
-    plan = target.bias_grad_plan(backend, arch, dims, dtype, problem.mods)
+    terms = problem.features & TERMS
+    plan = target.bias_grad_plan(backend, arch, dims, dtype, problem.mods, terms)
     return banded(plan) if is_banded(problem.features) else plan
 
 

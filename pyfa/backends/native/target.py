@@ -152,7 +152,7 @@ class Target:
         tuple[Plan, Plan, Plan],
     ]
     list_tiles: Callable[[Plan], Tiles]
-    bias_grad_plan: Callable[[str, str, Pair, int, str], Plan] | None = None
+    bias_grad_plan: Callable[[str, str, Pair, int, str, frozenset[str]], Plan] | None = None
     splits_of_lengths: Callable[[str, int, int, int, int], int] = (
         lambda kernel, parts, blocks, keys, units: parts
     )

@@ -205,6 +205,9 @@ TILES = Tiles(
         "alibi": ((64, 64), (96, 96), (128, 128), (192, 192)),
         "softcap": ((64, 64), (96, 96), (128, 128), (192, 192)),
         "dropout": ((64, 64), (128, 128)),
+        "bias": ((64, 64), (96, 96), (128, 128)),
+        "float32_bias": ((64, 64), (128, 128)),
+        "bool_bias": ((64, 64), (128, 128)),
     },
     # The same of the two-pass backward: where it is the only one.
     two_pass_terms={"softcap": ((256, 256),)},
