@@ -34,6 +34,11 @@ _ALONE: dict[tuple[int, int], tuple[Shape, ...]] = {
     (256, 256): ({"softcap": 2.0},),
 }
 
+# Biases that, without other terms, have such kernels: of q's dtype, float32 and bool. The gradient
+# of a bias has one for each head_dim.
+_BIASES_ALONE = {64: ("full", "heads", "bool"), 128: ("full", "heads", "bool")}
+_BIASES_WITH_GRADIENT = ("full", "heads")
+
 # Keys of decode: a sequence for each way into and out of the unrolled loop over groups of 64 keys,
 # and one that has none. A wavefront has up to 4 groups in flight, and up to 8 of float8.
 _KEYS = (1, 65, 130, 190, 257, 321, 390, 450, 513, 577, 640, 705, 770, 830, 0)
@@ -106,6 +111,8 @@ def _cases() -> Iterator[Case]:
                 yield from _gradients(shape | {"deterministic": deterministic})
         for term in _ALONE.get(pair, ()):
             yield from _one_term(shape | term)
+        for bias in _BIASES_ALONE.get(pair[0], _BIASES_WITH_GRADIENT):
+            yield from _bias_alone(shape | {"bias": bias, "bias_grad": bias != "bool"})
         if pair in _PAGED:
             yield from _pages(shape, "", "")
             yield from _pages(queries, "head", 64)
@@ -241,12 +248,23 @@ def _one_term(shape: Shape) -> Iterator[Case]:
     yield dense(33, 65, 2, **_MANY, **fields)
 
 
+def _bias_alone(shape: Shape) -> Iterator[Case]:
+    fields: dict[str, Any] = {"backward": True, **shape}
+    yield packed(_LENGTHS, "varlen", causal=True, dlse="both", slack=3, **_MANY, **fields)
+    yield packed(_ENDS, "varlen", used_q=True, used_k=True, window=(100, 20), **_GROUPS,
+                 **fields)  # fmt: skip
+    yield dense(33, 65, 2, **_MANY, **fields)
+    if fields["bias"] == "full":
+        yield dense(200, 67, 1, causal=True, **_MANY, **fields | {"bias": "other"})
+
+
 def _bias_gradients(shape: Shape) -> Iterator[Case]:
-    grad: Shape = {"backward": True, "bias_grad": True, **shape}
-    yield dense(33, 70, bias="rows", window=(40, 50), **_GROUPS, **grad)
-    yield dense(130, 67, 1, bias="per_head", **_MANY, **grad)
-    # Without a sequence the gradient of a bias that all share is 0.
-    yield dense(33, 65, 0, bias="keys", **grad)
+    for terms in ({}, {"softcap": 2.0}):
+        grad: Shape = {"backward": True, "bias_grad": True, **terms, **shape}
+        yield dense(33, 70, bias="rows", window=(40, 50), **_GROUPS, **grad)
+        yield dense(130, 67, 1, bias="per_head", **_MANY, **grad)
+        # Without a sequence the gradient of a bias that all share is 0.
+        yield dense(33, 65, 0, bias="keys", **grad)
 
 
 def _latent(half: str) -> Iterator[Case]:
