@@ -15,6 +15,7 @@
 
 #define OWNS KEYS
 #define COLUMNS 1
+#define HAS_BOOL_BIAS 0  // it has no gradient
 #include "bwd_owned.h"
 #include "schedule.h"
 #ifndef MOD

@@ -183,6 +183,9 @@ DEVICE unsigned kept(const Context &c, int head, int own, int first) {
 
 // The bias of a product's scores, as it is in memory. What is not seen need not be there: elements beyond the end are 0
 // or others of the bias.
+#ifndef HAS_BOOL_BIAS
+#define HAS_BOOL_BIAS 1
+#endif
 struct Biases {
   const char *base;    // of the owned ones from `first_own` on
   int type, step;      // bytes between streamed ones
@@ -216,7 +219,7 @@ struct Biases {
     };
     if (size == 4)
       load([&](unsigned at, int more) { return __builtin_amdgcn_raw_buffer_load_b32(from, at, more, 0); });
-    else if (size == 2)
+    else if (size == 2 || !HAS_BOOL_BIAS)
       load([&](unsigned at, int more) { return __builtin_amdgcn_raw_buffer_load_b16(from, at, more, 0); });
     else
       load([&](unsigned at, int more) { return __builtin_amdgcn_raw_buffer_load_b8(from, at, more, 0); });
@@ -232,7 +235,7 @@ struct Biases {
       add<kFloat32Bias, 4>(s, factor);
     else if (type == kBfloat16Bias)
       add<kBfloat16Bias, 2>(s, factor);
-    else if (type == kFloat16Bias)
+    else if (type == kFloat16Bias || !HAS_BOOL_BIAS)
       add<kFloat16Bias, 2>(s, factor);
     else
       add<kBoolBias, 1>(s, factor);
