@@ -105,10 +105,7 @@ def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | No
         return kept.find(call, mask, ("all", tiles), lambda: _all_partial(sizes, device), False)
 
     def made() -> Lists:
-        lists = (make or make_lists)(call, tiles)
-        for watcher in _watchers:
-            watcher(call, tiles, lists)
-        return lists
+        return _watched(call, tiles, (make or make_lists)(call, tiles))
 
     return kept.find(call, mask, ("lists", tiles), made)
 
@@ -125,10 +122,7 @@ def bound_lists(
     mask = mask_of(call)
 
     def watched_make(tensors: Sequence[torch.Tensor], older: Lists | None) -> Lists:
-        lists = make(tensors, older)
-        for watcher in _watchers:
-            watcher(form.fill(tensors)[0], tiles, lists)
-        return lists
+        return _watched(form.fill(tensors)[0], tiles, make(tensors, older))
 
     if is_exact(mask):
         bound = watched_make if _watchers else make
@@ -152,6 +146,12 @@ def bound_kept_lists(
 
 _Watcher = Callable[[Call, Tiles, Lists], None]
 _watchers: list[_Watcher] = []
+
+
+def _watched(call: Call, tiles: Tiles, lists: Lists) -> Lists:
+    for watcher in _watchers:
+        watcher(call, tiles, lists)
+    return lists
 
 
 @contextlib.contextmanager
