@@ -207,12 +207,21 @@ class TestBackends:
             assert [features_of(call, False, False) for call in asked[:1]] == [case.features]
 
     @pytest.mark.parametrize("name", ["MI300X", "H200"])
-    def test_what_decode_lacks_is_a_reason(self, name: str) -> None:
+    @pytest.mark.parametrize(
+        ("words", "options"),
+        [
+            ("dropout", {"dropout_p": 0.1, "seed": 1}),
+            ("ALiBi", {"alibi_slopes": torch.ones(16)}),
+            ("bias", {"bias": torch.zeros(2, 16, 1, 40)}),
+        ],
+    )
+    def test_what_decode_lacks_is_a_reason(
+        self, name: str, words: str, options: dict[str, Any]
+    ) -> None:
         q, cache = (x.bfloat16() for x in tensors(heads=16))
-        options = {"latent": True, "dropout_p": 0.1, "seed": 1}
-        answer = pyfa.explain(q, cache, cache[..., :512], device=name, **options)
+        answer = pyfa.explain(q, cache, cache[..., :512], latent=True, device=name, **options)
         assert answer.chosen == "triton"
-        assert "latent attention with dropout is not implemented" in str(answer)
+        assert f"latent attention with {words} is not implemented" in str(answer)
 
     @pytest.mark.parametrize("name", ["MI300X", "H200", "A100-80GB", "RTX4090"])
     def test_gpus_take_it_by_decode_with_v_in_place(self, name: str) -> None:

@@ -21,6 +21,7 @@
 #ifndef LATENT  // whether V is the first elements of K
 #define LATENT 0
 #endif
+constexpr bool kBiased = !LATENT;  // ALiBi and a bias: no call of latent attention has them
 
 #include "arguments.h"
 #include "decode_load.h"
@@ -98,9 +99,13 @@ DEVICE void finish(Acc &s, const Params &p, const Sequence &sequence, const Bloc
     Terms terms = terms_of(params_again(), sequence.batch, lines.head[t], lines.row[t]);
     terms.slope = lines.slope[t];  // a load here would wait for all keys in flight
     float derivative;
-    for (int r = 0; r < 4; ++r) s[r] = score(terms, s[r], distance + r, derivative);
-    if (terms.bias) {
-      for (int r = 0; r < 4; ++r) s[r] += bias_of(terms, min(key + r, b.stop - 1));
+    if constexpr (kBiased) {
+      for (int r = 0; r < 4; ++r) s[r] = score(terms, s[r], distance + r, derivative);
+      if (terms.bias) {
+        for (int r = 0; r < 4; ++r) s[r] += bias_of(terms, min(key + r, b.stop - 1));
+      }
+    } else {
+      for (int r = 0; r < 4; ++r) s[r] = capped(terms, s[r], derivative);
     }
     s *= kLog2E;
   }
@@ -434,7 +439,7 @@ extern "C" __global__ WORKGROUP(kThreads, OCCUPANCY) void attn_decode(Params p) 
   }
   b.all_low = seen.all_low;
   b.all_high = min(seen.all_high, b.stop);
-  b.general = p.softcap > 0.0f || p.alibi_slopes || p.bias_type;
+  b.general = p.softcap > 0.0f || (kBiased && p.alibi_slopes) || (kBiased && p.bias_type);
 
   State state;
   state.unit = 1.0f;

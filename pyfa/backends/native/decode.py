@@ -33,6 +33,8 @@ FEATURES = frozenset(
 MOST_ROWS = 16
 MOST_LINES = 64
 MOST_LINES_ALONE = 32
+# Terms that no function for latent attention takes: its kernels leave them out.
+_NOT_OF_LATENT = frozenset({"alibi", "bias"})
 # Features that no other kernel of ``native`` has. With them, prefill also runs on decode.
 ALONE = frozenset({"latent", "wide"})
 
@@ -72,7 +74,11 @@ def has_all(problem: Problem, features: frozenset[str]) -> bool:
 def _lacking(problem: Problem, features: frozenset[str]) -> frozenset[str]:
     """Return the features of ``problem`` that are not in ``features``. Float8 is always one of them
     if the problem also has the feature ``wide``."""
-    return problem.features - (features - {"fp8"} if "wide" in problem.features else features)
+    if "wide" in problem.features:
+        features -= {"fp8"}
+    if "latent" in problem.features:
+        features -= _NOT_OF_LATENT
+    return problem.features - features
 
 
 def why_not(problem: Problem) -> list[str]:
