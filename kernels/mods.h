@@ -105,21 +105,12 @@ struct ModPlace {
 };
 
 #ifdef HAS_SCORE_MOD
-DEVICE float modified(const ModPlace &at, float x, int row, int key) {
-  return mod_score(at.captured, x, at.b, at.h, row + at.q, key + at.kv);
-}
-// `slope`, that of x, becomes the result's.
-DEVICE float modified(const ModPlace &at, float x, int row, int key, float &slope) {
-  float mine;
-  x = mod_slope(at.captured, x, at.b, at.h, row + at.q, key + at.kv, mine);
-  slope *= mine;
-  return x;
-}
-// The same of a score that lies `dq` rows and `dk` keys behind the lane's first one, which are constants where loops
-// are unrolled.
+// Of the score that lies `dq` rows and `dk` keys behind `row` and `key`, the lane's first one. The distances are
+// constants, because loops over a lane's scores are unrolled.
 DEVICE float modified(const ModPlace &at, float x, int row, int key, int dq, int dk) {
   return mod_score(at.captured, x, at.b, at.h, row + at.q, key + at.kv, dq, dk);
 }
+// `slope`, that of x, becomes the result's.
 DEVICE float modified(const ModPlace &at, float x, int row, int key, int dq, int dk, float &slope) {
   float mine;
   x = mod_slope(at.captured, x, at.b, at.h, row + at.q, key + at.kv, dq, dk, mine);

@@ -278,8 +278,9 @@ DEVICE void modify(Acc &s, float (&slope)[M::kRegisters], unsigned &seen, const 
     float x[kOfMod];
 #pragma unroll
     for (int i = 0; i < kOfMod; ++i) {
-      int at = other + bit_of(r + i);
-      x[i] = modified(place, s[r + i], kKeys ? at : own, kKeys ? own : at, slope[r + i]);
+      int step = bit_of(r + i);
+      x[i] = modified(place, s[r + i], kKeys ? other : own, kKeys ? own : other, kKeys ? step : 0, kKeys ? 0 : step,
+                      slope[r + i]);
     }
 #pragma unroll
     for (int i = 0; i < kOfMod; ++i) {

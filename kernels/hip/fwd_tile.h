@@ -360,10 +360,11 @@ DEVICE void each(Scores &s, int n, int key0, F f) {
 }
 
 #ifdef MOD
-// Every score becomes f(place, score, key) of its register. So many registers at a time that what the mod loads is on
-// its way together and its parameters are loaded once, and so few that the results of a mask's comparisons fit in
-// scalar registers, and a score_mod with RoPE in vector registers. By the timing model, a tile of a document mask takes
-// 7,700 clocks at head_dim 128 with 16 registers at a time; with one 19,700, with eight 8,800, with all 32 11,500.
+// Every score becomes f(place, score, key0, dk) of its register, whose key is key0 + dk. So many registers at a time
+// that what the mod loads is on its way together and its parameters are loaded once, and so few that the results of a
+// mask's comparisons fit in scalar registers, and a score_mod with RoPE in vector registers. By the timing model, a
+// tile of a document mask takes 7,700 clocks at head_dim 128 with 16 registers at a time; with one 19,700, with eight
+// 8,800, with all 32 11,500.
 template <int kAtOnce, typename F>
 DEVICE void each_of_mod(const Context &c, Scores &s, int n, int first, F f) {
   auto key_of = [](int i) { return i / M::kRegisters * MMA + i % M::kRegisters / 4 * 8 + i % 4; };
@@ -379,7 +380,7 @@ DEVICE void each_of_mod(const Context &c, Scores &s, int n, int first, F f) {
     }
     ModPlace place(params_again(), c.work.batch, c.work.head);
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) x[j] = f(place, x[j], key0 + key_of(i + j) - key_of(i));
+    for (int j = 0; j < kAtOnce; ++j) x[j] = f(place, x[j], key0, key_of(i + j) - key_of(i));
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       pin(x[j]);
@@ -415,8 +416,8 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
         each(s, n, key0, [&](float x, int) { return x * terms.scale; });
       }
 #ifdef HAS_SCORE_MOD
-      each_of_mod<SCORE == DROPOUT ? 1 : 8>(c, s, n, first, [&](const ModPlace &place, float x, int key) {
-        return modified(place, x, row, key);
+      each_of_mod<SCORE == DROPOUT ? 1 : 8>(c, s, n, first, [&](const ModPlace &place, float x, int key0, int dk) {
+        return modified(place, x, row, key0, 0, dk);
       });
 #endif
       if (p.alibi_slopes)
@@ -433,8 +434,8 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
   constexpr bool kMasked = true;
   for (int n = 0; n < kColumns && !is_full; ++n) {
     int row = min(c.row[n], c.s.rows - 1);
-    each_of_mod<SCORE == DROPOUT ? 1 : 16>(c, s, n, first, [&](const ModPlace &place, float x, int key) {
-      return is_seen(place, row, key) ? x : -INFINITY_F;
+    each_of_mod<SCORE == DROPOUT ? 1 : 16>(c, s, n, first, [&](const ModPlace &place, float x, int key0, int dk) {
+      return is_seen(place, row, key0 + dk) ? x : -INFINITY_F;
     });
   }
 #else

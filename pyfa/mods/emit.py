@@ -10,7 +10,7 @@ import torch
 
 from . import Mods
 from .accuracy import weights_of
-from .ir import COMPARISONS, Function, Op, loads_by_key
+from .ir import COMPARISONS, Function, Op, loads_by
 from .ranges import Range, ranges_of
 from .steps import with_steps
 
@@ -33,12 +33,11 @@ _LOADS = {
     torch.float32: ("float", "{0}"),
     torch.float64: ("double", "(float){0}"),
 }
-_OF_SCORE = "const Captured *captured, float x, int b, int h, int q, int kv"
-_OF_MASK = "const Captured *captured, int b, int h, int q, int kv"
 # A lane's scores of a tile: q and kv of the first one, and how far another is from there.
-_OF_STEPS = (
+_OF_SCORE = (
     "const Captured *captured, float x, int b, int h, int q_base, int kv_base, int dq, int dk"
 )
+_OF_MASK = "const Captured *captured, int b, int h, int q, int kv"
 _STEPS = [
     "  int q = q_base + dq, kv = kv_base + dk;",
     "  float q_step = (float)dq, kv_step = (float)dk;",
@@ -53,17 +52,14 @@ def source(mods: Mods) -> str:
     lines = []
     if mods.score is not None and mods.slope is not None:
         lines += ["#define HAS_SCORE_MOD 1"]
-        for given, begin, score, slope in (
-            (_OF_SCORE, [], mods.score, mods.slope),
-            (_OF_STEPS, _STEPS, with_steps(mods.score), with_steps(mods.slope)),
-        ):
-            lines += [f"DEVICE float mod_score({given}) {{", *begin, *_body(mods, score)]
-            lines += [f"  return {_name(score, 0)};", "}"]
-            lines += [f"DEVICE float mod_slope({given}, float &slope) {{", *begin]
-            lines += [*_body(mods, slope), f"  slope = {_name(slope, 1)};"]
-            lines += [f"  return {_name(slope, 0)};", "}"]
+        score, slope = with_steps(mods.score), with_steps(mods.slope)
+        lines += [f"DEVICE float mod_score({_OF_SCORE}) {{", *_STEPS, *_body(mods, score)]
+        lines += [f"  return {_name(score, 0)};", "}"]
+        lines += [f"DEVICE float mod_slope({_OF_SCORE}, float &slope) {{", *_STEPS]
+        lines += [*_body(mods, slope), f"  slope = {_name(slope, 1)};"]
+        lines += [f"  return {_name(slope, 0)};", "}"]
     if mods.mask is not None:
-        lines += [f"#define MASK_LOADS {int(loads_by_key(mods.mask))}"]
+        lines += [f"#define MASK_LOADS {int(loads_by(mods.mask, 'kv'))}"]
         lines += ["#define HAS_MASK_MOD 1", f"DEVICE bool mod_mask({_OF_MASK}) {{"]
         lines += _body(mods, mods.mask)
         lines += [f"  return {_name(mods.mask, 0)};", "}"]

@@ -214,11 +214,12 @@ class Builder:
         return self._add(op._replace(args=args))
 
 
-def loads_by_key(function: Function) -> bool:
-    """Return whether ``function`` reads a captured tensor at an index that depends on the key."""
+def loads_by(function: Function, *inputs: str) -> bool:
+    """Return whether ``function`` reads a captured tensor at an index that depends on one of these
+    inputs."""
     depends: list[bool] = []
     for op in function.ops:
-        depends.append(op.value == "kv" or any(depends[x] for x in op.args))
+        depends.append(op.value in inputs or any(depends[x] for x in op.args))
     return any(op.name == "load" and depends[n] for n, op in enumerate(function.ops))
 
 

@@ -68,13 +68,13 @@ SLOPES = replace(
 )  # fmt: skip
 FROM_A_BASE = {
     FORWARD: (
-        "modified(place, x, row, key);",
-        "modified(place, x, row - 2, key - 5, 2, %d);",
+        "modified(place, x, row, key0, 0, dk);",
+        "modified(place, x, row - 2, key0 - 5, 2, dk + %d);",
     ),
     BACKWARD: (
-        "modified(place, s[r + i], kKeys ? at : own, kKeys ? own : at, slope[r + i])",
-        "modified(place, s[r + i], (kKeys ? at : own) - 2, (kKeys ? own : at) - 5, 2, %d,"
-        " slope[r + i])",
+        "kKeys ? other : own, kKeys ? own : other, kKeys ? step : 0, kKeys ? 0 : step,",
+        "(kKeys ? other : own) - 2, (kKeys ? own : other) - 5, (kKeys ? step : 0) + 2,"
+        " (kKeys ? 0 : step) + %d,",
     ),
 }
 
@@ -82,7 +82,7 @@ FROM_A_BASE = {
 @pytest.mark.parametrize("kernel", FROM_A_BASE)
 @pytest.mark.parametrize(("key", "wrong"), [(5, False), (6, True)])
 def test_scores_from_a_lane_s_first_one(kernel, key, wrong, plant):
-    """The functions that Hopper's kernels call, ``steps``: the scores are those of the others."""
+    """``steps``: scores do not depend on which one of a lane is the first."""
     snippet, other = FROM_A_BASE[kernel]
     plant(kernel, snippet, other % key)
     assert bool(faults_found([SLOPES])) == wrong

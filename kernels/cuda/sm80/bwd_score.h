@@ -91,7 +91,9 @@ DEVICE void weigh(const Params &p, Place at, const float (&s)[m][n][4], Shared m
 #endif
 #ifdef HAS_SCORE_MOD
         float x = capped(terms, s[i][j][r] * p.scale, slope[r]);
-        x = modified(place, x, row, key, slope[r]) + alibi(terms, key - row - mask.shift);
+        int row0 = row_of(at, 0, 0), key0 = key_of(at, 0, 0);
+        x = modified(place, x, row0, key0, row - row0, key - key0, slope[r]) +
+            alibi(terms, key - row - mask.shift);
 #else
         float x = score(terms, s[i][j][r] * p.scale, key - row - mask.shift, slope[r]);
 #endif

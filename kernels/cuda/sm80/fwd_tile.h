@@ -257,9 +257,10 @@ DEVICE void add_terms(const Warp &w, Scores &s, int first) {
       }
 #ifdef MOD
       ModPlace at(p, owner.batch, owner.head);
+      int key0 = first + lane_index() % 4 * 2;
 #endif
 #ifdef HAS_SCORE_MOD
-      each(s, b, h, first, [&](float x, int key) { return modified(at, x, row, key); });
+      each(s, b, h, first, [&](float x, int key) { return modified(at, x, row, key0, 0, key - key0); });
 #endif
       if (p.alibi_slopes)
         each(s, b, h, first, [&](float x, int key) { return x + alibi(terms, key - diagonal); });

@@ -87,6 +87,10 @@ FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
     (512, 512): (_WIDE,) * 3,
     (576, 512): (_WIDE,) * 3,
 }
+# At head_dim 64, of a score_mod with a tanh that loads nothing for each score. Such a score_mod may
+# have so many operations that its kernels with three warpgroups do not spill.
+FORWARD_TANH = Own(3, 96)
+MOST_OF_THREE_GROUPS = 24
 
 
 # Blocks of one warpgroup, of which an SM has two up to head_dim 128. They fit lengths up to 64 or
