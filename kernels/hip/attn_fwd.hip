@@ -74,6 +74,7 @@ struct State {
   Rescale rescale;
   Descale descale;
   Scales scales;  // of the tile whose values come next
+  Addend addend;
   int begin, ends;  // the first key, and the sum of the first and last tiles' first keys
 #if LISTS == 1
   Walk<BLOCK_K> walk;
@@ -107,7 +108,6 @@ struct State {
   }
 };
 
-constexpr bool kPlain = SCORE == PLAIN;
 // The barrier comes before the last products of a tile, which hide it, and fragments of the next keys
 // are read after it. These do not fit with float8 (9 registers spilled at 128) or with score terms.
 constexpr bool kEarly = kPlain && !kFloat8;
@@ -254,6 +254,7 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, F
       if (i * kLoadSlots / Values::kLoads == slot) values[i] = in.load_values(i);
     for (int i = 0; i < Keys::kLoads; ++i)
       if (i * kLoadSlots / Keys::kLoads == slot) in.load_keys(i, at.keys);
+    if (kAdds && slot == kLoadSlots) state.addend.load(state.key(first + 2 * BLOCK_K));
     // The wavefront that is behind goes first.
     if (slot == 0) __builtin_amdgcn_s_setprio(3);
     if (slot == kSlots / 4) __builtin_amdgcn_s_setprio(2);
@@ -271,6 +272,7 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, F
   for (int slot = 0; slot < kSlots - kEarly; ++slot) multiply(slot, beside);
   if (kEarly) {
     multiply(kSlots - 1, BesideLast{beside});
+    if (kAdds) state.addend.start(now, state.key(first + 2 * BLOCK_K));
     state.advance();
     return;
   }
@@ -308,6 +310,12 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
   }
   loads_arrived();
   barrier();
+  if (kAdds) {
+    state.addend.load(state.key(begin));
+    state.addend.start(even, state.key(begin));
+    state.addend.load(state.key(begin + BLOCK_K));
+    state.addend.start(odd, state.key(begin + BLOCK_K));
+  }
   Fragments fragments;
   for (int i = 0; i < kKeySlots; ++i) {
     fragments.read_keys(at.keys, i);
@@ -322,12 +330,12 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
   int first = begin, last = begin + (end - begin - 1) / BLOCK_K * BLOCK_K;
   // Two at a time, so that the scores are not moved. With all score terms that would be 96 KB of code,
   // but two compute units share 64 KB of instruction cache: these plans go one at a time.
-  if (SCORE == PLAIN)
+  if (kPlain)
     for (; first + 2 * BLOCK_K <= last; first += 2 * BLOCK_K) {
       step(c, in, state, at, fragments, even, odd, first, end);
       step(c, in, state, at.next(), fragments, odd, even, first + BLOCK_K, end);
     }
-  for (bool more = first < last; more; more = SCORE != PLAIN && first < last) {
+  for (bool more = first < last; more; more = !kPlain && first < last) {
     step(c, in, state, at, fragments, even, odd, first, end);
     for (int t = 0; t < kKeyTiles; ++t)
       for (int n = 0; n < kColumns; ++n) even[t][n] = odd[t][n];
@@ -366,8 +374,8 @@ extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(KERNEL_PARAMS
   c.seen = keys_seen(p, s, wave_row, min(wave_row + kRows, s.rows) - 1);
   for (int n = 0; n < kColumns; ++n) {
     c.row[n] = wave_row + n * MMA + M::column();
-    c.to_base_2[n] = SCORE == PLAIN ? p.scale * kLog2E : kLog2E;
-    if (kFloat8 && SCORE == PLAIN)
+    c.to_base_2[n] = kPlain ? p.scale * kLog2E : kLog2E;
+    if (kFloat8 && kPlain)
       c.to_base_2[n] *= query_scale(p, s, c.head_k, min(c.row[n], s.rows - 1));
     Seen seen = keys_seen(p, s, c.row[n], c.row[n]);
     c.first_key[n] = seen.low;
@@ -376,6 +384,7 @@ extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(KERNEL_PARAMS
 
   State state;
   load_queries(c, state.q);
+  state.addend.begin(c, wave_row);
   for (int t = 0; t < kDimTiles; ++t)
     for (int n = 0; n < kColumns; ++n) state.o[t][n] = Acc{0};
 

@@ -17,6 +17,10 @@
 #define PLAIN 0    // scale and masks only, a positive scale
 #define GENERAL 1  // softcap, ALiBi, bias, any scale
 #define DROPOUT 2  // the same with dropout
+#define BIAS 3     // a bias alone, of q's number format, in rows on 16 bytes, and a positive scale
+#define ALIBI 4    // ALiBi alone, and a positive scale
+constexpr bool kAdds = SCORE == BIAS || SCORE == ALIBI;  // what products can begin with
+constexpr bool kPlain = SCORE == PLAIN || kAdds;
 
 typedef Mma<DTYPE, MMA> M;
 typedef M::Acc Acc;
@@ -207,7 +211,7 @@ struct Descale {
 
   // Of the tile-th tile that is visited, of keys `first` ... and below `end`.
   METHOD Scales of(const Context &c, int tile, int first, int end) {
-    if (SCORE == PLAIN) return of_tile(c, tile, first);
+    if (kPlain) return of_tile(c, tile, first);
     return of_keys(c, min(first + lane_index() % BLOCK_K, end - 1));
   }
 
@@ -254,6 +258,80 @@ struct Nothing {
   METHOD void operator()(int) {}
 };
 
+// What the products of a tile are added to, over the scale: a bias alone or ALiBi alone. So scores are those of a plain
+// plan.
+#if SCORE == BIAS
+// A load has four neighboring keys of a row in each lane.
+struct Addend {
+  const char *base;           // of the wavefront's first row
+  int row_bytes, rows, keys;  // rows: of the wavefront; keys: whole fours of all rows
+  unsigned offset[kColumns];  // of the lane's rows
+  float inverse;              // of the scale
+  Pair bits[kKeyTiles][kColumns][kFours];
+
+  METHOD void begin(const Context &c, int first_row) {
+    base = terms_of(c.p, c.work.batch, c.work.head, first_row).bias;
+    row_bytes = (int)c.p.bias_row * 2;
+    rows = min(c.s.rows - first_row, kRows);
+    keys = c.p.seqlen_k;
+    inverse = 1.0f / c.p.scale;
+    for (int n = 0; n < kColumns; ++n) {
+      offset[n] = (n * MMA + M::column()) * row_bytes + M::row(0) * 2;
+      pin(offset[n]);
+    }
+  }
+  // Of the tile whose first key is `key`. Beyond the last row or key are zeros or other elements: they are masked.
+  METHOD void load(int key) {
+    int left = keys - key;
+    auto from = buffer(base + key * 2, left > 0 && rows > 0 ? (rows - 1) * row_bytes + left * 2 : 0);
+    for (int t = 0; t < kKeyTiles; ++t)
+      for (int n = 0; n < kColumns; ++n)
+        for (int j = 0; j < kFours; ++j)
+          bits[t][n][j] = __builtin_bit_cast(
+              Pair, __builtin_amdgcn_raw_buffer_load_b64(from, offset[n] + (t * MMA + 8 * j) * 2, 0, 0));
+  }
+  // The scores of that tile begin with what was loaded.
+  METHOD void start(Scores &s, int) const {
+    for (int t = 0; t < kKeyTiles; ++t)
+      for (int n = 0; n < kColumns; ++n)
+        for (int r = 0; r < M::kRegisters; ++r) {
+          unsigned two = bits[t][n][r / 4][r / 2 % 2];
+          unsigned one = r % 2 ? two >> 16 : two & 0xffff;
+          s[t][n][r] = inverse * (DTYPE == BFLOAT16 ? __builtin_bit_cast(float, one << 16) : float_of_half(one));
+        }
+  }
+};
+#elif SCORE == ALIBI
+struct Addend {
+  float slope;             // negative, over the scale
+  int distance[kColumns];  // from the lane's row to its first key of a tile that begins at 0
+
+  METHOD void begin(const Context &c, int) {
+    slope = -terms_of(c.p, c.work.batch, c.work.head, 0).slope / c.p.scale;
+    for (int n = 0; n < kColumns; ++n) {
+      distance[n] = M::row(0) - c.row[n] - c.s.shift;
+      pin(distance[n]);
+    }
+  }
+  METHOD void load(int) {}
+  // The scores of the tile whose first key is `key` begin with their distances times the slope.
+  METHOD void start(Scores &s, int key) const {
+    for (int n = 0; n < kColumns; ++n) {
+      float first = (float)(key + distance[n]);
+      for (int t = 0; t < kKeyTiles; ++t)
+        for (int r = 0; r < M::kRegisters; ++r)
+          s[t][n][r] = slope * __builtin_fabsf(first + (float)(t * MMA + r / 4 * 8 + r % 4));
+    }
+  }
+};
+#else
+struct Addend {
+  METHOD void begin(const Context &, int) {}
+  METHOD void load(int) {}
+  METHOD void start(Scores &, int) const {}
+};
+#endif
+
 // S^T += K Q^T along 16 bytes a lane of the head, or twice as many. `beside` is called after every
 // product.
 template <typename Beside = Nothing>
@@ -265,7 +343,7 @@ DEVICE void multiply_keys(Scores &s, const Fragments &k, const Quad (&q)[kColumn
     int t = i / kColumns % kKeyTiles, n = i % kColumns;
     Quad a = k.x[step * kKeyTiles + t], b = q[n][slot * kStepsASlot + step];
     bool first = slot + step + half == 0;
-    s[t][n] = M::mma(half ? a.zw : a.xy, half ? b.zw : b.xy, first ? Acc{0} : s[t][n]);
+    s[t][n] = M::mma(half ? a.zw : a.xy, half ? b.zw : b.xy, first && !kAdds ? Acc{0} : s[t][n]);
     beside(slot * kKeyBeats + i);
   }
 }
@@ -326,7 +404,7 @@ DEVICE void operand(const Context &c, const Scales &scales, const float (&made)[
     for (int i = 0; i < 4; ++i)
       if (draws.word[i] >= a.dropout_threshold) x[i] = 0.0f;
   }
-  if (kFloat8 && SCORE != PLAIN)
+  if (kFloat8 && !kPlain)
     for (int i = 0; i < 4; ++i) x[i] *= from_lane(scales.value, t * MMA + M::row(4 * j + i));
   M::put(p[e.slice][n], e.part, x);
 }
@@ -353,7 +431,7 @@ DEVICE void each(Scores &s, int n, int key0, F f) {
 #pragma unroll
   for (int i = 0; i < kKeyTiles * M::kRegisters; ++i) {
     int t = i / M::kRegisters, r = i % M::kRegisters;
-    if (SCORE == PLAIN && i % 4 == 0) pin(key0);
+    if (kPlain && i % 4 == 0) pin(key0);
     s[t][n][r] = f(s[t][n][r], key0 + t * MMA + r / 4 * 8 + r % 4);
     if (i % 4 == 3) fence();
   }
@@ -395,7 +473,7 @@ DEVICE void each_of_mod(const Context &c, Scores &s, int n, int first, F f) {
 // plain product, and becomes that of the result. `is_full`: the mask_mod masks nothing in this tile.
 DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int first, bool is_full,
                           float (&largest)[kColumns]) {
-  if (SCORE != PLAIN)
+  if (!kPlain)
     for (int n = 0; n < kColumns; ++n) {
       // Opaque, or the compiler keeps every register's distance through the loop: 29 of them spilled.
       int key0 = first + M::row(0);
@@ -452,7 +530,7 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
       Branch branch(params_again(), c.work.batch, c.s.shift, c.row[n]);
       each(s, n, first + M::row(0), [&](float x, int key) { return branch.hides(key) ? -INFINITY_F : x; });
     }
-  if (SCORE != PLAIN || cut || kMasked && !is_full) find_largest(s, largest);
+  if (!kPlain || cut || kMasked && !is_full) find_largest(s, largest);
 }
 
 // What the accumulator is multiplied by before the products with the next tile's values.

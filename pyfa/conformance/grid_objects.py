@@ -24,6 +24,7 @@ _FLOAT8 = "float8_e4m3fnuz"
 _COMMON = ((64, 64), (128, 128))
 _OTHERS = ((96, 96), (192, 128), (192, 192), (256, 256))
 _PAGED = ((64, 64), (128, 128), (256, 256))
+_ADDED = ((64, 64), (96, 96), (128, 128))  # whose forward has kernels for a bias or ALiBi alone
 # Score terms whose backward, without other terms, has a kernel of its own, by head dims.
 _ALONE: dict[tuple[int, int], tuple[Shape, ...]] = {
     (64, 64): ({"sinks": True}, {"alibi": "batch"}, {"softcap": 2.0}, {"dropout_p": 0.2}),
@@ -123,6 +124,28 @@ def _cases() -> Iterator[Case]:
             yield from _biases(1, _KEYS[:5], wide)
             yield _uneven(*_UNEVEN[0], wide)
         yield from _latent(half)
+    for pair, half in itertools.product(_ADDED, HALF):
+        of_pair: Shape = {"head_dim": pair[0], "dtype": half, "recipe": "mixed"}
+        for term in ({"bias": "full"}, {"alibi": "batch"}):
+            yield from _added(of_pair | term)
+    for pair, half in itertools.product(_PAGED, HALF):
+        yield from _plain_pages({"head_dim": pair[0], "dtype": half, "recipe": "mixed"})
+
+
+def _added(shape: Shape) -> Iterator[Case]:
+    """Yield cases of a term alone. The rows of a bias are multiples of 8 keys: others are not
+    copied in tiles."""
+    yield packed(((257, 20, 0, 33), (304, 40, 97, 8)), "varlen", causal=True, used_q=True, **_MANY,
+                 **shape)  # fmt: skip
+    yield packed(((65, 40), (704, 130)), "kvcache", num_splits=3, packed_q=True, sinks=True,
+                 batch_idx=True, heads_q=4, **shape)  # fmt: skip
+    yield dense(65, 200, 1, window=(100, 20), **_GROUPS, **shape)
+
+
+def _plain_pages(shape: Shape) -> Iterator[Case]:
+    yield _split(leftpad=True, page_size=24, **_MANY, **shape)
+    yield packed(((129, 40), (200, 190)), "kvcache", window=(100, 20), page_size=16, packed_q=True,
+                 **_GROUPS, **shape)  # fmt: skip
 
 
 def _biases(rows: int, keys: tuple[int, ...], shape: Shape) -> Iterator[Case]:

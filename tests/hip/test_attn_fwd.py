@@ -10,6 +10,7 @@ from planted import faults_found
 import pyfa
 from pyfa import codeobject, dispatch, emulator
 from pyfa.backends.common import splits
+from pyfa.backends.common.calls import GENERAL, PLAIN
 from pyfa.backends.hip import code, forward
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import combine
@@ -45,6 +46,14 @@ CASES = {
     ),
     "terms": Case(
         lengths_q=(70,), lengths_k=(150,), softcap=3.0, alibi="batch", bias="full", sinks=True
+    ),
+    # A term alone: what products begin with.
+    "bias": Case(lengths_q=(140,), lengths_k=(200,), bias="full", sinks=True, heads_q=2, heads_k=1),
+    "bias, 128": Case(
+        dtype="bfloat16", lengths_q=(70,), lengths_k=(264,), bias="full", causal=True, head_dim=128,
+    ),
+    "ALiBi": Case(
+        dtype="bfloat16", lengths_q=(140,), lengths_k=(201,), alibi="batch", window=(-1, 90),
     ),
     "dropout": Case(lengths_q=(66,), lengths_k=(130,), dropout_p=0.2),
     "split": Case(dtype="float16", lengths_q=(80,), lengths_k=(600,), sinks=True),
@@ -111,11 +120,36 @@ FAULTS = {
     "P truncated": ("offset", "__builtin_amdgcn_perm(b + 0x8000, a + 0x8000,",
                     "__builtin_amdgcn_perm(b, a,"),
     "LSE in base 2": ("plain", "(base + log2(total)) * kLn2", "(base + log2(total))"),
-    "scale forgotten": ("plain", "SCORE == PLAIN ? p.scale * kLog2E : kLog2E", "kLog2E"),
+    "scale forgotten": ("plain", "kPlain ? p.scale * kLog2E : kLog2E", "kLog2E"),
     "softcap's factor forgotten": ("terms", "return t * terms.softcap;", "return t;"),
     "ALiBi of the other sign": ("terms", "return -terms.slope", "return terms.slope"),
     "slopes of the first sequence": ("terms", "batch * p.slopes_batch + head", "head + 1"),
     "bias of the first row": ("terms", "+ row * p.bias_row", ""),
+    "a bias in place of its products": ("bias", "first && !kAdds ?", "first ?"),
+    "bias not over the scale": ("bias", "s[t][n][r] = inverse * (", "s[t][n][r] = ("),
+    "bias of the tile before": (
+        "bias, 128", "addend.load(state.key(first + 2 * BLOCK_K));",
+        "addend.load(state.key(first + BLOCK_K));",
+    ),
+    "bias of the second tile's keys": (
+        "bias", "addend.load(state.key(begin + BLOCK_K));", "addend.load(state.key(begin));",
+    ),
+    "bias of neighboring keys": ("bias", "(t * MMA + 8 * j) * 2, 0, 0)",
+                                 "(t * MMA + 4 * j) * 2, 0, 0)"),
+    "bias of the first wavefront's rows": (
+        "bias", "state.addend.begin(c, wave_row);", "state.addend.begin(c, first_row);",
+    ),
+    "bias of the row before": ("bias", "(n * MMA + M::column()) * row_bytes",
+                               "(n * MMA + M::column() ^ 1) * row_bytes"),
+    "ALiBi of the next row": ("ALiBi", "M::row(0) - c.row[n] - c.s.shift",
+                              "M::row(0) - c.row[n] - 1 - c.s.shift"),
+    "ALiBi of keys in a row": ("ALiBi", "(float)(t * MMA + r / 4 * 8 + r % 4)",
+                               "(float)(t * MMA + r)"),
+    "ALiBi not over the scale": ("ALiBi", "head, 0).slope / c.p.scale", "head, 0).slope"),
+    "ALiBi of the tile before": (
+        "ALiBi", "addend.start(now, state.key(first + 2 * BLOCK_K));",
+        "addend.start(now, state.key(first + BLOCK_K));",
+    ),
     "sink forgotten": ("terms", "p.sinks && p.use_sinks &&", "false &&"),
     "sink in every part": ("split", "&& c.work.part == 0", ""),
     "parts that overlap": ("split", "begin += work.part * share;", "begin += 0;"),
@@ -244,8 +278,51 @@ def test_resources(plan):
     assert not [name for name in names if any(part in name for part in slow)]
 
 
-def test_at_most_some_fifty_plans():
-    assert len(PLANS) <= 52
+def test_at_most_seventy_plans():
+    assert len(PLANS) <= 70
+
+
+@pytest.mark.parametrize(
+    ("score", "options"),
+    [
+        (forward.BIAS, {"bias": torch.zeros(1, 2, 40, 72, dtype=torch.bfloat16)}),
+        (GENERAL, {"bias": torch.zeros(1, 2, 40, 72)}),  # in float32
+        (GENERAL, {"bias": torch.zeros(1, 2, 1, 72, dtype=torch.bfloat16)}),  # rows share it
+        (GENERAL, {"bias": torch.zeros(1, 2, 40, 72, dtype=torch.bfloat16), "scale": -0.1}),
+        (forward.ALIBI, {"alibi_slopes": torch.ones(2), "causal": True}),
+        (GENERAL, {"alibi_slopes": torch.ones(2), "softcap": 9.0}),
+        (GENERAL, {"alibi_slopes": torch.ones(2), "batch_invariant": True}),
+    ],
+)
+def test_a_term_alone_has_plans_of_its_own(score, options):
+    q, k = (torch.zeros(1, n, 2, 64, dtype=torch.bfloat16) for n in (40, 72))
+    answer = pyfa.explain(q, k, k, device="MI300X", **options)
+    constants = dict(answer.answers[0].plan.constants)
+    assert constants["SCORE"] == score
+
+
+def test_a_bias_whose_keys_are_no_whole_fours_has_a_general_plan():
+    """Its rows lie on 16 bytes, but a load of four keys would end behind its memory."""
+    q, k = (torch.zeros(1, n, 2, 64, dtype=torch.bfloat16) for n in (40, 66))
+    bias = torch.zeros(1, 2, 40, 72, dtype=torch.bfloat16)[..., :66]
+    answer = pyfa.explain(q, k, k, bias=bias, device="MI300X")
+    assert dict(answer.answers[0].plan.constants)["SCORE"] == GENERAL
+
+
+@pytest.mark.parametrize(
+    ("score", "options"),
+    [(PLAIN, {"causal": True}), (GENERAL, {"softcap": 9.0}), (GENERAL, {"batch_invariant": True})],
+)
+def test_pages_have_plain_plans(score, options):
+    q = torch.zeros(1, 90, 2, 128, dtype=torch.bfloat16)
+    cache = torch.zeros(8, 16, 2, 128, dtype=torch.bfloat16)
+    paged = {
+        "page_table": torch.zeros(1, 8, dtype=torch.int32),
+        "cache_seqlens": torch.full((1,), 100, dtype=torch.int32),
+    }
+    answer = pyfa.explain(q, cache, cache, device="MI300X", **paged, **options)
+    constants = dict(answer.answers[0].plan.constants)
+    assert (constants["SCORE"], constants["PAGED"]) == (score, 1)
 
 
 @pytest.mark.night

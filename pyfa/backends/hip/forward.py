@@ -20,8 +20,10 @@ FLOAT8 = "float8_e4m3fnuz"
 FLOAT8_CODE = 2
 ROWS = 32  # of a wavefront
 LANES = 64
+BIAS, ALIBI = 3, 4  # the score classes of a term alone (``kernels/hip/fwd_tile.h``)
 # Plain calls with other features do not use workgroups of 4 wavefronts: their plans are others, or
-# (``batch_invariant``) their bits must not depend on the grid.
+# (``batch_invariant``) their bits must not depend on the grid. With other features, pages and terms
+# alone have general plans.
 _SIMPLE = frozenset(
     ("causal", "window", "negative_edge", "sinks", "varlen", "seqused", "leftpad", "batch_idx",
      "gqa", "dv", "backward", "dlse", "deterministic")
@@ -54,8 +56,12 @@ def plan(backend: str, problem: Problem) -> Plan:
     dtype = FLOAT8_CODE if "fp8" in problem.features else out
     # A mask_mod alone is a branch of the tiles that it cuts, as causal is.
     score = score_class(replace(problem, features=problem.features - {"mask_mod"}))
-    if paged or invariant or _tiles_have_scales(problem, pair):
+    if invariant or _tiles_have_scales(problem, pair):
         score = max(score, GENERAL)
+    if paged and not problem.features <= _SIMPLE | {"paged"}:
+        score = max(score, GENERAL)
+    if score == GENERAL and problem.positive and pair in tiles.forward_added:
+        score = _alone(problem)
     chosen = _general(tiles, pair, dtype, score, paged)
     if score == PLAIN and problem.mods:
         chosen = tiles.forward_mask[pair]
@@ -63,6 +69,13 @@ def plan(backend: str, problem: Problem) -> Plan:
         chosen = _chosen(problem, chosen, tiles.forward_small[pair])
     found = _plan(backend, chosen, pair, dtype, out, score, paged, notes_of(problem, pair))
     return lists.listed(modified(found, problem.mods)) if problem.mods else found
+
+
+def _alone(problem: Problem) -> int:
+    """Return the score class of a term alone to which products are added, else ``GENERAL``."""
+    if problem.features - {"bias_grad"} <= _SIMPLE | {"bias"} and problem.bias_tiles:
+        return BIAS if problem.bias_fours else GENERAL
+    return ALIBI if problem.features <= _SIMPLE | {"alibi"} else GENERAL
 
 
 def _tiles_have_scales(problem: Problem, pair: tuple[int, int]) -> bool:
@@ -158,6 +171,14 @@ def _plan(
     return plan_with(backend, KERNEL, constants, notes)
 
 
+def _scores_of(tiles: Tiles, pair: Pair, float8: bool, paged: bool) -> tuple[int, ...]:
+    """Return the score classes that plans of ``pair`` have."""
+    if float8 or paged:
+        return (GENERAL,) if float8 and paged else (PLAIN, GENERAL)
+    alone = (BIAS, ALIBI) if pair in tiles.forward_added else ()
+    return (PLAIN, GENERAL, DROPOUT, *alone)
+
+
 def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
     tiles = tiles_of(arch)
     general = [
@@ -167,8 +188,7 @@ def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
         for pair in pairs
         for out in calls.DTYPE_CODES.values()
         for dtype in (FLOAT8_CODE if float8 else out,)
-        for score in ((GENERAL,) if paged else (PLAIN, GENERAL, DROPOUT))
-        if not (float8 and score == DROPOUT)
+        for score in _scores_of(tiles, pair, float8, paged)
     ]
     return general + [
         _plan(backend, small.tiles, pair, dtype, dtype, PLAIN, False)

@@ -79,6 +79,7 @@ class Tiles(NamedTuple):
     forward_small: Mapping[Pair, Small]
     forward_dropout: Mapping[Pair, Forward]
     forward_mask: Mapping[Pair, Forward]
+    forward_added: Mapping[Pair, Forward]
     forward_float8: Mapping[Pair, Forward]
     forward_float8_general: Mapping[Pair, Forward]
     forward_float8_paged: Mapping[Pair, Forward]
@@ -135,6 +136,8 @@ TILES = Tiles(
     # share a SIMD (58 registers spilled), nor do those of a mask_mod with block lists (1 spilled).
     forward_dropout=_ONE_OF_SIMD,
     forward_mask=_ONE_OF_SIMD,
+    # A bias or ALiBi alone.
+    forward_added={pair: FORWARD[pair] for pair in ((64, 64), (96, 96), (128, 128))},
     forward_float8=_FLOAT8,
     # At head_dim 192, the registers for one scale per key do not fit together with the scores of 64
     # keys (36 vector registers or 1 scalar register spilled).

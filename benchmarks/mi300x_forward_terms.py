@@ -1,0 +1,96 @@
+"""Apply the MI300X timing model to the forward with a score term alone, and over pages.
+
+``python benchmarks/mi300x_forward_terms.py [--save]``: clocks in which a workgroup computes one tile
+of keys, at both ends of the model's range (model, not measured), in bfloat16. ``own``: the plan of
+the term, or of pages without terms; ``general``: the plan of all terms, with the same call.
+``--save`` writes ``results/mi300x_forward_terms.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import machine
+import mi300x_mods as tiles
+import torch
+
+from pyfa.backends.common.calls import GENERAL, PLAIN
+from pyfa.backends.hip import forward, plans, samples
+from pyfa.backends.hip.launcher import Launcher
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import catalog
+from pyfa.backends.native import forward as native_forward
+from pyfa.plan import Plan
+from pyfa.problem import Call, tensors_of
+
+_PAGE = 64
+_SHORT, _LONG = 256, 512  # keys of the two runs, of which the slope is taken
+# The score class of each call's own plan, and the head dims that have it.
+CALLS = {
+    "plain": (PLAIN, (64, 96, 128, 256)),
+    "bias": (forward.BIAS, (64, 96, 128)),
+    "ALiBi": (forward.ALIBI, (64, 96, 128)),
+    "pages": (PLAIN, (64, 128, 256)),
+}
+
+
+def plan_of(dim: int, score: int, paged: bool) -> Plan:
+    wanted = {"HEAD_DIM": dim, "HEAD_DIM_V": dim, "DTYPE": 1, "SCORE": score, "PAGED": int(paged)}
+    found = [
+        plan
+        for plan in catalog.all_plans(TARGET, plans.EMULATED)
+        if plan.kernel == forward.KERNEL and wanted.items() <= dict(plan.constants).items()
+    ]
+    return max(found, key=lambda plan: dict(plan.constants)["WAVES"])
+
+
+def call_of(name: str, dim: int, rows: int, keys: int) -> Call:
+    call = samples._call({"HEAD_DIM": dim, "HEAD_DIM_V": dim, "DTYPE": 1}, rows, keys)
+    if name == "bias":
+        return call._replace(bias=torch.zeros(1, 1, rows, keys, dtype=torch.bfloat16))
+    if name == "ALiBi":
+        return call._replace(alibi_slopes=torch.ones(1, 1))
+    if name == "pages":
+        k, v = (x.unflatten(1, (-1, _PAGE)).squeeze(0) for x in (call.k, call.v))
+        return call._replace(
+            k=k,
+            v=v,
+            page_table=torch.arange(keys // _PAGE, dtype=torch.int32)[None],
+            seqused_k=torch.tensor([keys], dtype=torch.int32),
+        )
+    return call
+
+
+def modelled(name: str, dim: int, score: int) -> dict[str, Any]:
+    plan = plan_of(dim, score, name == "pages")
+    rows = dict(plan.constants)["WAVES"] * forward.ROWS
+
+    def run(launch: Launcher, keys: int) -> None:
+        call = call_of(name, dim, rows, keys)
+        native_forward.bind(launch, plan, call)(*tensors_of(call))
+
+    runs = [tiles.watched(plan.kernel, lambda x, n=n: run(x, n)) for n in (_SHORT, _LONG)]
+    ((made, first),), ((_, second),) = (one.items() for one in runs)
+    return tiles.row_of(made, [first, second], dict(made.constants)["BLOCK_K"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for name, (score, dims) in CALLS.items():
+        for dim in dims:
+            row = {"call": name, "head_dim": dim, "own": modelled(name, dim, score)}
+            if name != "plain":
+                row["general"] = modelled(name, dim, GENERAL)
+            rows.append(row)
+            print(row, flush=True)
+    if options.save:
+        results = {"what": "model, not measured", "rows": rows}
+        print(machine.save("mi300x_forward_terms", results))
+
+
+if __name__ == "__main__":
+    main()
