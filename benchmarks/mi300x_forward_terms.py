@@ -1,6 +1,6 @@
 """Apply the MI300X timing model to the forward with a score term alone, and over pages.
 
-``python benchmarks/mi300x_forward_terms.py [--save]``: clocks in which a workgroup computes one tile
+``python benchmarks/mi300x_forward_terms.py [--save]``: clocks in which a workgroup computes a tile
 of keys, at both ends of the model's range (model, not measured), in bfloat16. ``own``: the plan of
 the term, or of pages without terms; ``general``: the plan of all terms, with the same call.
 ``--save`` writes ``results/mi300x_forward_terms.json``.

@@ -88,6 +88,7 @@ struct ModPlace {
   const Captured *captured;
   int b, h, q, kv;
 
+  ModPlace() = default;
   METHOD ModPlace(const Params &p, int batch, int head) {
     captured = captured_of(p);
     b = batch + p.batch_start;

@@ -368,13 +368,17 @@ extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(KERNEL_PARAMS
   Context c{p, s, work};
   c.head_k = work.head / (p.heads_q / p.heads_k);
   c.lds = (Lds)lds;
+#ifdef MOD
+  c.place = ModPlace(p, work.batch, work.head);
+  c.place.pin_all();
+#endif
   c.seed = SCORE == DROPOUT ? *(const unsigned long long *)p.seed : 0;
 
   int wave_row = first_row + wave_index() * kRows;
   c.seen = keys_seen(p, s, wave_row, min(wave_row + kRows, s.rows) - 1);
   for (int n = 0; n < kColumns; ++n) {
     c.row[n] = wave_row + n * MMA + M::column();
-    c.to_base_2[n] = kPlain ? p.scale * kLog2E : kLog2E;
+    c.to_base_2[n] = kPlain && SCORE != SCORE_MOD ? p.scale * kLog2E : kLog2E;
     if (kFloat8 && kPlain)
       c.to_base_2[n] *= query_scale(p, s, c.head_k, min(c.row[n], s.rows - 1));
     Seen seen = keys_seen(p, s, c.row[n], c.row[n]);

@@ -19,8 +19,9 @@
 #define DROPOUT 2  // the same with dropout
 #define BIAS 3     // a bias alone, of q's number format, in rows on 16 bytes, and a positive scale
 #define ALIBI 4    // ALiBi alone, and a positive scale
+#define SCORE_MOD 5  // a score_mod alone, any scale
 constexpr bool kAdds = SCORE == BIAS || SCORE == ALIBI;  // what products can begin with
-constexpr bool kPlain = SCORE == PLAIN || kAdds;
+constexpr bool kPlain = SCORE == PLAIN || kAdds || SCORE == SCORE_MOD;
 
 typedef Mma<DTYPE, MMA> M;
 typedef M::Acc Acc;
@@ -100,6 +101,9 @@ struct Context {
   int first_key[kColumns];   // that the row sees
   int last_key[kColumns];
   unsigned long long seed;
+#ifdef MOD
+  ModPlace place;
+#endif
 };
 
 // ---- loads --------------------------------------------------------------------------------------
@@ -438,16 +442,22 @@ DEVICE void each(Scores &s, int n, int key0, F f) {
 }
 
 #ifdef MOD
+#ifdef HAS_SCORE_MOD
+// Scores of a score_mod alone that are computed together. What all of them share is computed and loaded once. What each
+// loads takes registers, and so do long functions.
+constexpr int kOfScoreMod = SCORE_OPERATIONS > 24 || SCORE_LOADS > 2 ? 8 : SCORE_LOADS ? 16 : 32;
+#endif
 // Every score becomes f(place, score, key0, dk) of its register, whose key is key0 + dk. So many registers at a time
 // that what the mod loads is on its way together and its parameters are loaded once, and so few that the results of a
 // mask's comparisons fit in scalar registers, and a score_mod with RoPE in vector registers. By the timing model, a
 // tile of a document mask takes 7,700 clocks at head_dim 128 with 16 registers at a time; with one 19,700, with eight
 // 8,800, with all 32 11,500.
-template <int kAtOnce, typename F>
+template <int kMost, typename F>
 DEVICE void each_of_mod(const Context &c, Scores &s, int n, int first, F f) {
+  constexpr int kAll = kKeyTiles * M::kRegisters, kAtOnce = kMost < kAll ? kMost : kAll;
   auto key_of = [](int i) { return i / M::kRegisters * MMA + i % M::kRegisters / 4 * 8 + i % 4; };
 #pragma unroll
-  for (int i = 0; i < kKeyTiles * M::kRegisters; i += kAtOnce) {
+  for (int i = 0; i < kAll; i += kAtOnce) {
     int key0 = first + M::row(0) + key_of(i);
     pin(key0);
     float x[kAtOnce];
@@ -456,7 +466,8 @@ DEVICE void each_of_mod(const Context &c, Scores &s, int n, int first, F f) {
       x[j] = s[(i + j) / M::kRegisters][n][(i + j) % M::kRegisters];
       if (kAtOnce == 1) pin(x[j]);
     }
-    ModPlace place(params_again(), c.work.batch, c.work.head);
+    ModPlace place = c.place;
+    place.captured = captured_of(params_again());
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) x[j] = f(place, x[j], key0, key_of(i + j) - key_of(i));
 #pragma unroll
@@ -467,6 +478,16 @@ DEVICE void each_of_mod(const Context &c, Scores &s, int n, int first, F f) {
     fence();
   }
 }
+#ifdef HAS_SCORE_MOD
+// Scaled scores become those of the score_mod.
+template <int kMost>
+DEVICE void modify(const Context &c, Scores &s, int n, int first) {
+  int row = min(c.row[n], c.s.rows - 1);
+  each_of_mod<kMost>(c, s, n, first, [&](const ModPlace &place, float x, int key0, int dk) {
+    return modified(place, x, row, key0, 0, dk);
+  });
+}
+#endif
 #endif
 
 // Everything between the product and the softmax: score terms and mask. `largest` is the maximum of the
@@ -494,9 +515,7 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
         each(s, n, key0, [&](float x, int) { return x * terms.scale; });
       }
 #ifdef HAS_SCORE_MOD
-      each_of_mod<SCORE == DROPOUT ? 1 : 8>(c, s, n, first, [&](const ModPlace &place, float x, int key0, int dk) {
-        return modified(place, x, row, key0, 0, dk);
-      });
+      modify<SCORE == DROPOUT ? 1 : 8>(c, s, n, first);
 #endif
       if (p.alibi_slopes)
         each(s, n, key0, [&](float x, int key) { return x + alibi(terms, key - row - c.s.shift); });
@@ -508,6 +527,15 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
       else if (size == 4)
         each(s, n, key0, [&](float x, int key) { return x + bias_of<4>(terms, min(key, last)); });
     }
+#ifdef HAS_SCORE_MOD
+  if (SCORE == SCORE_MOD)
+    for (int n = 0; n < kColumns; ++n) {
+      float scale = params_again().scale;
+      // Before the mod: or the compiler makes one packed product of this and one of the mod's, between moves.
+      each(s, n, 0, [&](float x, int) { return x * scale; });
+      modify<kOfScoreMod>(c, s, n, first);
+    }
+#endif
 #ifdef HAS_MASK_MOD
   constexpr bool kMasked = true;
   for (int n = 0; n < kColumns && !is_full; ++n) {
@@ -530,7 +558,7 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
       Branch branch(params_again(), c.work.batch, c.s.shift, c.row[n]);
       each(s, n, first + M::row(0), [&](float x, int key) { return branch.hides(key) ? -INFINITY_F : x; });
     }
-  if (!kPlain || cut || kMasked && !is_full) find_largest(s, largest);
+  if (!kPlain || SCORE == SCORE_MOD || cut || kMasked && !is_full) find_largest(s, largest);
 }
 
 // What the accumulator is multiplied by before the products with the next tile's values.

@@ -52,6 +52,8 @@ def source(mods: Mods) -> str:
     lines = []
     if mods.score is not None and mods.slope is not None:
         lines += ["#define HAS_SCORE_MOD 1"]
+        lines += [f"#define SCORE_OPERATIONS {len(mods.score.ops)}"]
+        lines += [f"#define SCORE_LOADS {loads_by(mods.score, 'q', 'kv')}"]
         score, slope = with_steps(mods.score), with_steps(mods.slope)
         lines += [f"DEVICE float mod_score({_OF_SCORE}) {{", *_STEPS, *_body(mods, score)]
         lines += [f"  return {_name(score, 0)};", "}"]
@@ -59,7 +61,7 @@ def source(mods: Mods) -> str:
         lines += [*_body(mods, slope), f"  slope = {_name(slope, 1)};"]
         lines += [f"  return {_name(slope, 0)};", "}"]
     if mods.mask is not None:
-        lines += [f"#define MASK_LOADS {int(loads_by(mods.mask, 'kv'))}"]
+        lines += [f"#define MASK_LOADS {int(loads_by(mods.mask, 'kv') > 0)}"]
         lines += ["#define HAS_MASK_MOD 1", f"DEVICE bool mod_mask({_OF_MASK}) {{"]
         lines += _body(mods, mods.mask)
         lines += [f"  return {_name(mods.mask, 0)};", "}"]

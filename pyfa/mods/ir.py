@@ -214,13 +214,13 @@ class Builder:
         return self._add(op._replace(args=args))
 
 
-def loads_by(function: Function, *inputs: str) -> bool:
-    """Return whether ``function`` reads a captured tensor at an index that depends on one of these
-    inputs."""
+def loads_by(function: Function, *inputs: str) -> int:
+    """Return how many elements of captured tensors ``function`` reads at an index that depends on
+    one of these inputs."""
     depends: list[bool] = []
     for op in function.ops:
         depends.append(op.value in inputs or any(depends[x] for x in op.args))
-    return any(op.name == "load" and depends[n] for n, op in enumerate(function.ops))
+    return sum(op.name == "load" and depends[n] for n, op in enumerate(function.ops))
 
 
 def wrapped(value: int, type: str) -> int:

@@ -1,5 +1,6 @@
 """score_mod and mask_mod in HIP, run in the emulator: right as they are, caught when broken."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,11 @@ from planted import faults_found
 
 import pyfa
 from pyfa import mods
+from pyfa.backends import BACKENDS
 from pyfa.backends.hip import backward, code, forward
 from pyfa.backends.native.plans import source_of
 from pyfa.conformance.cases import Case
+from pyfa.errors import CodeObjectError
 
 CASES = {
     "all terms": Case(
@@ -30,7 +33,12 @@ CASES = {
     "dropout": Case(
         lengths_q=(40,), lengths_k=(70,), dropout_p=0.2, score_mod="bounded", mask_mod="natten",
     ),
+    "alone": Case(
+        lengths_q=(40,), lengths_k=(200,), score_mod="alibi", mask_mod="strided", scale=-0.2,
+    ),
+    "alone, 256": Case(lengths_q=(40,), lengths_k=(100,), head_dim=256, score_mod="softcap"),
 }  # fmt: skip
+ALONE = replace(CASES["alone"], mask_mod="", causal=True)
 SMALL = Case(lengths_q=(33,), lengths_k=(40,), heads_q=4, score_mod="relative", mask_mod="strided")
 DOCUMENTS = Case(lengths_q=(33,), lengths_k=(40,), mask_mod="documents")
 FORWARD, BACKWARD = forward.KERNEL, backward.KERNEL
@@ -42,6 +50,13 @@ FAULTS = {
         FORWARD, DOCUMENTS, "mod_mask(at.captured, at.b, at.h, row + at.q, key + at.kv)",
         "mod_mask(at.captured, at.b, at.h, key + at.kv, row + at.q)",
     ),
+    "a score_mod of scores that are not scaled": (
+        FORWARD, ALONE, "each(s, n, 0, [&](float x, int) { return x * scale; });", "",
+    ),
+    "a score_mod of the largest products": (FORWARD, ALONE, "SCORE == SCORE_MOD || cut", "cut"),
+    "a score_mod of half of the scores": (FORWARD, ALONE, "i < kAll; i += kAtOnce", "i < kAll / 2;"
+                                          " i += kAtOnce / 2"),
+    "scaled twice": (FORWARD, ALONE, "kPlain && SCORE != SCORE_MOD ?", "kPlain ?"),
     "slope of the other sign": (BACKWARD, CASES["packed"], "slope *= mine;", "slope *= -mine;"),
     "hidden in forward alone": (
         BACKWARD, CASES["packed"], "seen = is_seen(place, kKeys ? at : own, kKeys ? own : at) ?",
@@ -86,6 +101,23 @@ def test_scores_from_a_lane_s_first_one(kernel, key, wrong, plant):
     snippet, other = FROM_A_BASE[kernel]
     plant(kernel, snippet, other % key)
     assert bool(faults_found([SLOPES])) == wrong
+
+
+def test_without_registers_for_its_own_plan_a_score_mod_has_the_general_one(
+    monkeypatch, caplog, nothing_bound
+):
+    real = code.load
+
+    def spills(plan, arch):
+        if dict(plan.constants).get("SCORE") == forward.SCORE_MOD:
+            raise CodeObjectError(f"{plan} spills")
+        return real(plan, arch)
+
+    monkeypatch.setattr(code, "load", spills)
+    monkeypatch.setattr(BACKENDS["emulator"].launch, "_fitting", {})
+    with caplog.at_level(logging.INFO, "pyfa"):
+        assert not faults_found([ALONE])
+    assert sum("has a general plan" in each.message for each in caplog.records) == 1
 
 
 def test_a_plan_is_that_of_its_mods():

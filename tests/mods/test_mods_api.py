@@ -7,7 +7,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import pyfa
 from pyfa import dispatch, mods
 from pyfa.backends import BACKENDS
-from pyfa.backends.hip import code
+from pyfa.backends.common.calls import GENERAL
+from pyfa.backends.hip import code, forward
 from pyfa.conformance import runner
 from pyfa.conformance.cases import Case
 from pyfa.conformance.modifiers import MASKS, SCORES, _Tables
@@ -208,7 +209,7 @@ def test_a_mod_whose_hip_code_spills_is_a_reason(monkeypatch):
     tried = []
 
     def load(plan, arch):
-        tried.append(plan.kernel)
+        tried.append((plan.kernel, dict(plan.constants)["SCORE"]))
         raise CodeObjectError(f"{plan} on {arch} spills 48 registers, 0 B of scratch")
 
     monkeypatch.setattr(code, "load", load)
@@ -220,7 +221,8 @@ def test_a_mod_whose_hip_code_spills_is_a_reason(monkeypatch):
     text = str(pyfa.explain(*half, **mods_of))
     with pytest.raises(pyfa.UnsupportedProblem, match=r"score_mod or mask_mod .*attn_fwd.* spills"):
         pyfa.attention(*half, **mods_of, backend="emulator")
-    assert tried == ["hip/attn_fwd.hip"]  # once, and known from then on
+    # Its own plan and the general one, each once, and known from then on.
+    assert tried == [(forward.KERNEL, forward.SCORE_MOD), (forward.KERNEL, GENERAL)]
     assert "spills 48 registers" in text
     assert "capture fewer tensors" in text
 

@@ -12,10 +12,10 @@ from ...arch import ARCHS
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
 from ..base import MachineReason
-from ..native import bundled, lists
+from ..native import bundled
 from ..native.builds import Builds
 from ..native.plans import name_of, source_of
-from . import compiler
+from . import compiler, forward
 
 # -fno-math-errno and the contraction of a·b + c are what these kernels are written for; nothing
 # that would let the compiler forget NaN and infinities.
@@ -115,11 +115,11 @@ def why_refused(wanted: Sequence[Plan], arch: str) -> str | None:
 def why_not_built(wanted: Sequence[Plan], arch: str) -> str | None:
     """Build ``wanted``, in order. Return why the first that fails cannot run; None if all can.
 
-    If a plan with block lists breaks the rules, the plan that ignores its lists is tried; the
-    launcher then uses that one.
+    If a plan of a mod breaks the rules, its fallbacks are tried. The launcher then uses the first
+    that keeps them.
     """
     for plan in wanted:
-        for each in dict.fromkeys((plan, lists.unlisted(plan))):
+        for each in forward.fallbacks(plan):
             try:
                 load(each, arch)
                 break

@@ -20,7 +20,7 @@ FLOAT8 = "float8_e4m3fnuz"
 FLOAT8_CODE = 2
 ROWS = 32  # of a wavefront
 LANES = 64
-BIAS, ALIBI = 3, 4  # the score classes of a term alone (``kernels/hip/fwd_tile.h``)
+BIAS, ALIBI, SCORE_MOD = 3, 4, 5  # the score classes of a term alone (``kernels/hip/fwd_tile.h``)
 # Plain calls with other features do not use workgroups of 4 wavefronts: their plans are others, or
 # (``batch_invariant``) their bits must not depend on the grid. With other features, pages and terms
 # alone have general plans.
@@ -28,6 +28,8 @@ _SIMPLE = frozenset(
     ("causal", "window", "negative_edge", "sinks", "varlen", "seqused", "leftpad", "batch_idx",
      "gqa", "dv", "backward", "dlse", "deterministic")
 )  # fmt: skip
+
+_MODS = frozenset({"score_mod", "mask_mod", "captured_grad"})
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -62,6 +64,8 @@ def plan(backend: str, problem: Problem) -> Plan:
         score = max(score, GENERAL)
     if score == GENERAL and problem.positive and pair in tiles.forward_added:
         score = _alone(problem)
+    if score == GENERAL and problem.mods and problem.features <= _SIMPLE | _MODS:
+        score = SCORE_MOD
     chosen = _general(tiles, pair, dtype, score, paged)
     if score == PLAIN and problem.mods:
         chosen = tiles.forward_mask[pair]
@@ -69,6 +73,18 @@ def plan(backend: str, problem: Problem) -> Plan:
         chosen = _chosen(problem, chosen, tiles.forward_small[pair])
     found = _plan(backend, chosen, pair, dtype, out, score, paged, notes_of(problem, pair))
     return lists.listed(modified(found, problem.mods)) if problem.mods else found
+
+
+def fallbacks(plan: Plan) -> list[Plan]:
+    """Return ``plan`` and then others with the same result, in the order in which they are tried if
+    a user's mod does not leave enough registers: the general plan, and a plan that receives block
+    lists and visits every tile."""
+    found = [plan]
+    if dict(plan.constants).get("SCORE") == SCORE_MOD and plan.kernel == KERNEL:
+        general = {**dict(plan.constants), "SCORE": GENERAL}
+        found.append(replace(plan, constants=tuple(sorted(general.items()))))
+    found += [lists.unlisted(each) for each in found]
+    return list(dict.fromkeys(found))
 
 
 def _alone(problem: Problem) -> int:

@@ -18,7 +18,7 @@ from ...problem import Problem
 from ..common.program import Launch, Program
 from ..native import lists
 from ..native.target import Target
-from . import code, plans
+from . import code, forward, plans
 from .target import TARGET
 
 _log = logging.getLogger("pyfa")
@@ -71,19 +71,20 @@ class Launcher:
         code.begin([_plain(self._fitting.get(plan, plan)) for plan in wanted], arch)
 
     def _load(self, plan: Plan, arch: str) -> code.Code:
-        plan = self._fitting.get(plan, plan)
-        try:
-            kernel = code.load(_plain(plan), arch)
-        except CodeObjectError as error:
-            other = lists.unlisted(plan)
-            if other == plan:
-                raise
-            # The registers of a user's mask may not fit together with a list. Visiting all tiles is
-            # slower.
-            _log.info("%s visits every tile: with block lists, %s", plan.kernel, error)
-            kernel = code.load(_plain(other), arch)
-            self._fitting[plan] = plan = other
-        self.digests[str(plan)] = kernel.digest
+        tried = forward.fallbacks(self._fitting.get(plan, plan))
+        for number, each in enumerate(tried):
+            try:
+                kernel = code.load(_plain(each), arch)
+                break
+            except CodeObjectError as error:
+                if each == tried[-1]:
+                    raise
+                every = lists.is_unlisted(tried[number + 1])
+                how = "visits every tile" if every else "has a general plan"
+                _log.info("%s %s: without, %s", plan.kernel, how, error)
+        if each != plan:
+            self._fitting[plan] = each
+        self.digests[str(each)] = kernel.digest
         return kernel
 
     @property

@@ -34,6 +34,11 @@ def unlisted(plan: Plan) -> Plan:
     return replace(plan, constants=tuple(constants))
 
 
+def is_unlisted(plan: Plan) -> bool:
+    """Return whether the plan's kernel receives block lists and visits every tile."""
+    return dict(plan.constants).get("LISTS") == 2
+
+
 def is_listed(plan: Plan) -> bool:
     """Return whether the plan's kernel receives block lists."""
     return "LISTS" in dict(plan.constants)
