@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 import machine
@@ -97,8 +98,7 @@ def row_of(plan: Plan, runs: list[tuple[Any, int]], tile: int) -> dict[str, Any]
 
 def forward_row(dim: int, mod: str) -> dict[str, Any]:
     waves = gfx942.FORWARD[dim, dim].waves
-    scores = int("score_mod" in MODS[mod])
-    wanted = {"HEAD_DIM": dim, "HEAD_DIM_V": dim, "DTYPE": 1, "SCORE": scores, "WAVES": waves}
+    wanted = {"HEAD_DIM": dim, "HEAD_DIM_V": dim, "DTYPE": 1, "SCORE": 0, "WAVES": waves}
     (plan,) = (
         plan
         for plan in catalog.all_plans(TARGET, plans.EMULATED)
@@ -107,6 +107,9 @@ def forward_row(dim: int, mod: str) -> dict[str, Any]:
         and not dict(plan.constants)["PAGED"]
     )
     digest = call_of(dim, mod, 1, 1).mods
+    if "score_mod" in MODS[mod]:
+        constants = {**dict(plan.constants), "SCORE": forward.SCORE_MOD}
+        plan = replace(plan, constants=tuple(constants.items()))
     if digest:
         plan = listed(modified(plan, digest))
 

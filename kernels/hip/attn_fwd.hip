@@ -369,8 +369,10 @@ extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(KERNEL_PARAMS
   c.head_k = work.head / (p.heads_q / p.heads_k);
   c.lds = (Lds)lds;
 #ifdef MOD
-  c.place = ModPlace(p, work.batch, work.head);
-  c.place.pin_all();
+  if (SCORE == SCORE_MOD) {
+    c.place = ModPlace(p, work.batch, work.head);
+    c.place.pin_all();
+  }
 #endif
   c.seed = SCORE == DROPOUT ? *(const unsigned long long *)p.seed : 0;
 

@@ -466,7 +466,8 @@ DEVICE void each_of_mod(const Context &c, Scores &s, int n, int first, F f) {
       x[j] = s[(i + j) / M::kRegisters][n][(i + j) % M::kRegisters];
       if (kAtOnce == 1) pin(x[j]);
     }
-    ModPlace place = c.place;
+    // Others have no registers for it: at 128 a mask_mod alone spilled 7, and with dropout the compiler failed.
+    ModPlace place = SCORE == SCORE_MOD ? c.place : ModPlace(params_again(), c.work.batch, c.work.head);
     place.captured = captured_of(params_again());
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) x[j] = f(place, x[j], key0, key_of(i + j) - key_of(i));
