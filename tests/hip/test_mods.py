@@ -103,6 +103,21 @@ def test_scores_from_a_lane_s_first_one(kernel, key, wrong, plant):
     assert bool(faults_found([SLOPES])) == wrong
 
 
+@pytest.mark.parametrize("name", ["window", "documents", "ALiBi"])
+def test_a_short_mod_fits_at_head_dim_128(name, nothing_bound):
+    """In the first plan that is tried."""
+    document, slopes = torch.zeros(300, dtype=torch.int32), torch.ones(2)
+    options = {
+        "window": {"mask_mod": lambda b, h, i, j: i - j < 5},
+        "documents": {"mask_mod": lambda b, h, i, j: document[i] == document[j]},
+        "ALiBi": {"score_mod": lambda s, b, h, i, j: s + slopes[h] * (j - i)},
+    }[name]
+    q = torch.zeros(1, 300, 2, 128, dtype=torch.bfloat16)
+    plan = pyfa.explain(q, q, q, backend="emulator", **options).answers[-1].plan
+    assert plan is not None
+    code.load(replace(plan, backend="hip", notes=()), "gfx942")
+
+
 def test_without_registers_for_its_own_plan_a_score_mod_has_the_general_one(
     monkeypatch, caplog, nothing_bound
 ):
