@@ -466,9 +466,14 @@ DEVICE void each_of_mod(const Context &c, Scores &s, int n, int first, F f) {
       x[j] = s[(i + j) / M::kRegisters][n][(i + j) % M::kRegisters];
       if (kAtOnce == 1) pin(x[j]);
     }
-    // Others have no registers for it: at 128 a mask_mod alone spilled 7, and with dropout the compiler failed.
-    ModPlace place = SCORE == SCORE_MOD ? c.place : ModPlace(params_again(), c.work.batch, c.work.head);
-    place.captured = captured_of(params_again());
+    ModPlace place;
+    if constexpr (SCORE == SCORE_MOD) {
+      place = c.place;
+      place.captured = captured_of(params_again());
+    } else {
+      // No registers for it: at 128 a mask_mod alone spilled 7, and with dropout the compiler failed.
+      place = ModPlace(params_again(), c.work.batch, c.work.head);
+    }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) x[j] = f(place, x[j], key0, key_of(i + j) - key_of(i));
 #pragma unroll
