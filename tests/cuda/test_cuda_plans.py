@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import dispatch, request
+from pyfa import dispatch, mods, request
 from pyfa.backends import BACKENDS
 from pyfa.backends.common import libcuda, splits
 from pyfa.backends.cuda import (
@@ -236,6 +236,37 @@ def test_which_bias_hopper_copies(
     assert (dict(found.constants)["SCORE"] == tensor_maps.BIAS_SCORE) == own
     if own:
         assert replace(found, notes=()) in catalog.all_plans(TARGET, "sm_90")
+
+
+_SLOPES, _TABLE = torch.ones(16), torch.ones(16, 64)
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "head_dim", "groups", "block_k"),
+    [
+        (lambda s, b, h, i, j: s + _SLOPES[h] * (j - i), 64, 3, 128),
+        (lambda s, b, h, i, j: 30 * torch.tanh(s / 30), 64, 3, 96),
+        (lambda s, b, h, i, j: s + _TABLE[h, i - j], 64, 2, 128),  # a load for each score
+        (lambda s, b, h, i, j: s + sum((j * n - i).abs() for n in range(20)), 64, 2, 128),
+        (lambda s, b, h, i, j: s + _SLOPES[h] * (j - i), 128, 2, 128),
+    ],
+    ids=["ALiBi", "softcap", "relative", "long", "ALiBi, 128"],
+)
+def test_tiles_of_a_score_mod_on_hopper(
+    score_mod: mods.Mod, head_dim: int, groups: int, block_k: int
+) -> None:
+    digest, _ = mods.resolve(score_mod, None, torch.device("cpu"))
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim}
+    found = answer(features=frozenset({"score_mod"}), mods=digest, **dims).plan
+    assert found is not None
+    constants = dict(found.constants)
+    assert (constants["GROUPS"], constants["BLOCK_K"]) == (groups, block_k)
+
+
+def test_a_problem_with_any_score_mod_has_a_plan() -> None:
+    found = answer(features=frozenset({"score_mod"}), head_dim=64, head_dim_v=64).plan
+    assert found is not None
+    assert dict(found.constants)["SCORE"] == forward_sm90.SCORE_MOD
 
 
 FLOAT8: dict[str, object] = {"dtype": "float8_e4m3fn", "dtype_out": "bfloat16"}

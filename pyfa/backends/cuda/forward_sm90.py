@@ -161,7 +161,7 @@ def plan(problem: Problem) -> Plan:
     score = _score_of(problem) if general else PLAIN
     if score in ALONE.values():
         kind = _kind_alone(pair, score)
-    if score == SCORE_MOD:
+    if score == SCORE_MOD and problem.mods:
         tiles = _tiles_of_score_mod(pair, problem.mods)
         notes = plans.notes_of(problem, pair)
         found = plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes)
