@@ -12,20 +12,14 @@ import argparse
 from typing import Any
 
 import machine
-import mi300x_mods as tiles
+import mi300x_mods
 import torch
 
 from pyfa.backends.common.calls import GENERAL, PLAIN
-from pyfa.backends.hip import forward, plans, samples
-from pyfa.backends.hip.launcher import Launcher
-from pyfa.backends.hip.target import TARGET
-from pyfa.backends.native import catalog
-from pyfa.backends.native import forward as native_forward
-from pyfa.plan import Plan
-from pyfa.problem import Call, tensors_of
+from pyfa.backends.hip import forward, samples
+from pyfa.problem import Call
 
 _PAGE = 64
-_SHORT, _LONG = 256, 512  # keys of the two runs, of which the slope is taken
 # The score class of each call's own plan, and the head dims that have it.
 CALLS = {
     "plain": (PLAIN, (64, 96, 128, 256)),
@@ -33,16 +27,6 @@ CALLS = {
     "ALiBi": (forward.ALIBI, (64, 96, 128)),
     "pages": (PLAIN, (64, 128, 256)),
 }
-
-
-def plan_of(dim: int, score: int, paged: bool) -> Plan:
-    wanted = {"HEAD_DIM": dim, "HEAD_DIM_V": dim, "DTYPE": 1, "SCORE": score, "PAGED": int(paged)}
-    found = [
-        plan
-        for plan in catalog.all_plans(TARGET, plans.EMULATED)
-        if plan.kernel == forward.KERNEL and wanted.items() <= dict(plan.constants).items()
-    ]
-    return max(found, key=lambda plan: dict(plan.constants)["WAVES"])
 
 
 def call_of(name: str, dim: int, rows: int, keys: int) -> Call:
@@ -63,16 +47,8 @@ def call_of(name: str, dim: int, rows: int, keys: int) -> Call:
 
 
 def modelled(name: str, dim: int, score: int) -> dict[str, Any]:
-    plan = plan_of(dim, score, name == "pages")
-    rows = dict(plan.constants)["WAVES"] * forward.ROWS
-
-    def run(launch: Launcher, keys: int) -> None:
-        call = call_of(name, dim, rows, keys)
-        native_forward.bind(launch, plan, call)(*tensors_of(call))
-
-    runs = [tiles.watched(plan.kernel, lambda x, n=n: run(x, n)) for n in (_SHORT, _LONG)]
-    ((made, first),), ((_, second),) = (one.items() for one in runs)
-    return tiles.row_of(made, [first, second], dict(made.constants)["BLOCK_K"])
+    plan = mi300x_mods.forward_plan(dim, score, name == "pages")
+    return mi300x_mods.forward_tile(plan, lambda rows, keys: call_of(name, dim, rows, keys))
 
 
 def main() -> None:

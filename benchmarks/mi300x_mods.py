@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import machine
@@ -23,6 +23,7 @@ import torch
 
 from pyfa import mods
 from pyfa._torch import Empty
+from pyfa.backends.common.calls import PLAIN
 from pyfa.backends.hip import code, forward, plans, samples
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime, program
@@ -31,7 +32,6 @@ from pyfa.backends.native import catalog
 from pyfa.backends.native import forward as native_forward
 from pyfa.backends.native.lists import listed
 from pyfa.backends.native.plans import modified
-from pyfa.backends.native.tiles import gfx942
 from pyfa.emulator.timing import constants, device, issue, report
 from pyfa.plan import Plan
 from pyfa.problem import Call, tensors_of
@@ -96,30 +96,38 @@ def row_of(plan: Plan, runs: list[tuple[Any, int]], tile: int) -> dict[str, Any]
     return {"tile": tile, "clocks": clocks, "registers": registers, "workgroups_of_cu": resident}
 
 
-def forward_row(dim: int, mod: str) -> dict[str, Any]:
-    waves = gfx942.FORWARD[dim, dim].waves
-    wanted = {"HEAD_DIM": dim, "HEAD_DIM_V": dim, "DTYPE": 1, "SCORE": 0, "WAVES": waves}
-    (plan,) = (
+def forward_plan(dim: int, score: int, paged: bool = False) -> Plan:
+    """The plan of most rows with this score class."""
+    wanted = {"HEAD_DIM": dim, "HEAD_DIM_V": dim, "DTYPE": 1, "SCORE": score, "PAGED": int(paged)}
+    found = [
         plan
         for plan in catalog.all_plans(TARGET, plans.EMULATED)
-        if plan.kernel == forward.KERNEL
-        and wanted.items() <= dict(plan.constants).items()
-        and not dict(plan.constants)["PAGED"]
-    )
-    digest = call_of(dim, mod, 1, 1).mods
-    if "score_mod" in MODS[mod]:
-        constants = {**dict(plan.constants), "SCORE": forward.SCORE_MOD}
-        plan = replace(plan, constants=tuple(constants.items()))
-    if digest:
-        plan = listed(modified(plan, digest))
+        if plan.kernel == forward.KERNEL and wanted.items() <= dict(plan.constants).items()
+    ]
+    return max(found, key=lambda plan: dict(plan.constants)["WAVES"])
+
+
+def forward_tile(plan: Plan, call_of: Callable[[int, int], Call]) -> dict[str, Any]:
+    """Of ``plan`` with the call of so many rows and keys."""
+    rows = dict(plan.constants)["WAVES"] * forward.ROWS
 
     def run(launch: Launcher, keys: int) -> None:
-        call = call_of(dim, mod, waves * forward.ROWS, keys)
+        call = call_of(rows, keys)
         native_forward.bind(launch, plan, call)(*tensors_of(call))
 
     runs = [watched(plan.kernel, lambda x, n=n: run(x, n)) for n in (_SHORT, _LONG)]
     ((made, first),), ((_, second),) = (one.items() for one in runs)
     return row_of(made, [first, second], dict(made.constants)["BLOCK_K"])
+
+
+def forward_row(dim: int, mod: str) -> dict[str, Any]:
+    plan = forward_plan(dim, PLAIN)
+    if "score_mod" in MODS[mod]:
+        plan = forward.with_score(plan, forward.SCORE_MOD)
+    digest = call_of(dim, mod, 1, 1).mods
+    if digest:
+        plan = listed(modified(plan, digest))
+    return forward_tile(plan, lambda rows, keys: call_of(dim, mod, rows, keys))
 
 
 def backward_rows(dim: int, mod: str) -> dict[str, dict[str, Any]]:

@@ -8,10 +8,12 @@ import pytest
 import turns
 
 from pyfa import cache
+from pyfa.backends import BACKENDS
 from pyfa.backends.common.program import Step
 from pyfa.backends.hip import code
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
 from pyfa.emulator import native
+from pyfa.errors import CodeObjectError
 from pyfa.plan import Plan
 
 Plant = Callable[[str, str, str], None]
@@ -84,6 +86,25 @@ def plant(
 
     yield plant
     forget_code()
+
+
+@pytest.fixture
+def without_registers(
+    monkeypatch: pytest.MonkeyPatch, nothing_bound: Callable[[], None]
+) -> Callable[[str, int], None]:
+    """Lets plans with this value of a constant spill."""
+    real = code.load
+
+    def refuse(constant: str, value: int) -> None:
+        def load(plan: Plan, arch: str) -> code.Code:
+            if dict(plan.constants).get(constant) == value:
+                raise CodeObjectError(f"{plan} spills")
+            return real(plan, arch)
+
+        monkeypatch.setattr(code, "load", load)
+        monkeypatch.setattr(BACKENDS["emulator"].launch, "_fitting", {})
+
+    return refuse
 
 
 def forget_code() -> None:

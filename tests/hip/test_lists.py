@@ -11,11 +11,10 @@ from planted import faults_found
 import pyfa
 from pyfa import blocks
 from pyfa.backends import BACKENDS
-from pyfa.backends.hip import backward, code, forward
+from pyfa.backends.hip import backward, forward
 from pyfa.backends.native import lists
 from pyfa.backends.native.plans import name_of
 from pyfa.conformance.cases import Case
-from pyfa.errors import CodeObjectError
 
 DENSE = Case(
     lengths_q=(300,), lengths_k=(330,), heads_q=4, backward=True, mask_mod="patches", sinks=True
@@ -129,17 +128,9 @@ def test_a_changed_table_is_seen_by_the_kernels():
     ids=["forward", "with backward"],
 )
 def test_without_registers_for_a_list_every_tile_is_visited(
-    case, kernels, monkeypatch, caplog, nothing_bound
+    case, kernels, caplog, without_registers
 ):
-    real = code.load
-
-    def spills(plan, arch):
-        if dict(plan.constants).get("LISTS") == 1:
-            raise CodeObjectError(f"{plan} spills")
-        return real(plan, arch)
-
-    monkeypatch.setattr(code, "load", spills)
-    monkeypatch.setattr(BACKENDS["emulator"].launch, "_fitting", {})
+    without_registers("LISTS", 1)
     with caplog.at_level(logging.INFO, "pyfa"):
         assert not faults_found([case])
     assert sum("visits every tile" in each.message for each in caplog.records) == kernels

@@ -10,11 +10,9 @@ from planted import faults_found
 
 import pyfa
 from pyfa import mods
-from pyfa.backends import BACKENDS
 from pyfa.backends.hip import backward, code, forward
 from pyfa.backends.native.plans import source_of
 from pyfa.conformance.cases import Case
-from pyfa.errors import CodeObjectError
 
 CASES = {
     "all terms": Case(
@@ -119,17 +117,9 @@ def test_a_short_mod_fits_at_head_dim_128(name, nothing_bound):
 
 
 def test_without_registers_for_its_own_plan_a_score_mod_has_the_general_one(
-    monkeypatch, caplog, nothing_bound
+    caplog, without_registers
 ):
-    real = code.load
-
-    def spills(plan, arch):
-        if dict(plan.constants).get("SCORE") == forward.SCORE_MOD:
-            raise CodeObjectError(f"{plan} spills")
-        return real(plan, arch)
-
-    monkeypatch.setattr(code, "load", spills)
-    monkeypatch.setattr(BACKENDS["emulator"].launch, "_fitting", {})
+    without_registers("SCORE", forward.SCORE_MOD)
     with caplog.at_level(logging.INFO, "pyfa"):
         assert not faults_found([ALONE])
     assert sum("has a general plan" in each.message for each in caplog.records) == 1

@@ -257,9 +257,9 @@ DEVICE void add_terms(const Warp &w, Scores &s, int first) {
       }
 #ifdef MOD
       ModPlace at(p, owner.batch, owner.head);
-      int key0 = first + lane_index() % 4 * 2;
 #endif
 #ifdef HAS_SCORE_MOD
+      int key0 = first + lane_index() % 4 * 2;
       each(s, b, h, first, [&](float x, int key) { return modified(at, x, row, key0, 0, key - key0); });
 #endif
       if (p.alibi_slopes)

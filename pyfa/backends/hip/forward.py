@@ -62,7 +62,7 @@ def plan(backend: str, problem: Problem) -> Plan:
         score = max(score, GENERAL)
     if paged and not problem.features <= _SIMPLE | {"paged"}:
         score = max(score, GENERAL)
-    if score == GENERAL and problem.positive and pair in tiles.forward_added:
+    if score == GENERAL and problem.positive and pair in tiles.added_pairs:
         score = _alone(problem)
     if score == GENERAL and problem.mods and problem.features <= _SIMPLE | _MODS:
         score = SCORE_MOD
@@ -75,14 +75,19 @@ def plan(backend: str, problem: Problem) -> Plan:
     return lists.listed(modified(found, problem.mods)) if problem.mods else found
 
 
+def with_score(plan: Plan, score: int) -> Plan:
+    """Return ``plan`` with another score class."""
+    constants = {**dict(plan.constants), "SCORE": score}
+    return replace(plan, constants=tuple(constants.items()))
+
+
 def fallbacks(plan: Plan) -> list[Plan]:
     """Return ``plan`` and then others with the same result, in the order in which they are tried if
     a user's mod does not leave enough registers: the general plan, and a plan that receives block
     lists and visits every tile."""
     found = [plan]
-    if dict(plan.constants).get("SCORE") == SCORE_MOD and plan.kernel == KERNEL:
-        general = {**dict(plan.constants), "SCORE": GENERAL}
-        found.append(replace(plan, constants=tuple(sorted(general.items()))))
+    if plan.kernel == KERNEL and dict(plan.constants)["SCORE"] == SCORE_MOD:
+        found.append(with_score(plan, GENERAL))
     found += [lists.unlisted(each) for each in found]
     return list(dict.fromkeys(found))
 
@@ -191,7 +196,7 @@ def _scores_of(tiles: Tiles, pair: Pair, float8: bool, paged: bool) -> tuple[int
     """Return the score classes that plans of ``pair`` have."""
     if float8 or paged:
         return (GENERAL,) if float8 and paged else (PLAIN, GENERAL)
-    alone = (BIAS, ALIBI) if pair in tiles.forward_added else ()
+    alone = (BIAS, ALIBI) if pair in tiles.added_pairs else ()
     return (PLAIN, GENERAL, DROPOUT, *alone)
 
 

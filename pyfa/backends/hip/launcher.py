@@ -81,7 +81,7 @@ class Launcher:
                     raise
                 every = lists.is_unlisted(tried[number + 1])
                 how = "visits every tile" if every else "has a general plan"
-                _log.info("%s %s: without, %s", plan.kernel, how, error)
+                _log.info("%s %s, because %s", plan.kernel, how, error)
         if each != plan:
             self._fitting[plan] = each
         self.digests[str(each)] = kernel.digest

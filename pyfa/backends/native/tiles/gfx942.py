@@ -79,11 +79,11 @@ class Tiles(NamedTuple):
     forward_small: Mapping[Pair, Small]
     forward_dropout: Mapping[Pair, Forward]
     forward_mask: Mapping[Pair, Forward]
-    forward_added: Mapping[Pair, Forward]
     forward_float8: Mapping[Pair, Forward]
     forward_float8_general: Mapping[Pair, Forward]
     forward_float8_paged: Mapping[Pair, Forward]
     paged_pairs: tuple[Pair, ...]
+    added_pairs: tuple[Pair, ...]
     decode: Mapping[Pair, tuple[Decode, ...]]
     decode_float8: Mapping[Pair, tuple[Decode, ...]]
     latent: Mapping[Pair, tuple[Decode, ...]]
@@ -136,8 +136,6 @@ TILES = Tiles(
     # share a SIMD (58 registers spilled), nor do those of a mask_mod with block lists (1 spilled).
     forward_dropout=_ONE_OF_SIMD,
     forward_mask=_ONE_OF_SIMD,
-    # A bias or ALiBi alone.
-    forward_added={pair: FORWARD[pair] for pair in ((64, 64), (96, 96), (128, 128))},
     forward_float8=_FLOAT8,
     # At head_dim 192, the registers for one scale per key do not fit together with the scores of 64
     # keys (36 vector registers or 1 scalar register spilled).
@@ -146,6 +144,8 @@ TILES = Tiles(
     # spilled). At 256, the compiler does not unroll the loop of the 32 loads with pages.
     forward_float8_paged=_FLOAT8 | {(128, 128): Forward(32, 8), (256, 256): Forward(32, 4)},
     paged_pairs=((64, 64), (128, 128), (256, 256)),
+    # With plans of a bias or ALiBi alone.
+    added_pairs=((64, 64), (96, 96), (128, 128)),
     # As many stages as fit in 256 registers per lane. If less than 32 KB would then be in flight to
     # the one workgroup of a compute unit, as many as fit in 512 registers. At 5.3 TB/s and a
     # latency of 1 to 2 µs, an MI300X has 17 to 35 KB in flight to each compute unit.
