@@ -23,6 +23,7 @@ from .recompute import (
     out_deviation,
     recomputed_gradients,
     recomputed_out,
+    stored_out,
 )
 from .tolerances import Check, judge, judge_lse, judge_rotated
 
@@ -86,7 +87,7 @@ class Expected:
         if inputs.case.backward:
             out, lse = self.ref["out"], self.ref["lse"]
             exact = inputs.spec.q.dtype != torch.float32
-            stored = out.to(inputs.spec.q.dtype) if exact else self._stored(out)
+            stored = stored_out(inputs.spec) if exact else self._stored(out)
             flows = _dout(inputs), _dlse(inputs)
             found |= recomputed_gradients(inputs, self.scores, out, stored, lse, *flows)
         if inputs.spec.q.itemsize == 1:

@@ -3,8 +3,9 @@
 
 A fused forward stores the output in the output's dtype and the LSE in float32, and sums dot
 products in any order. The backward recomputes P = exp(s' − L), and computes δ = rowsum(dO∘O') from
-the stored output O'. In 16 bits, O' is here the exact output, rounded. In float32 the sum of P·V
-over the keys has a larger error than the last rounding, so O' is the output of eager attention.
+the stored output O'. In 16 bits, O' is here the output of a P that is rounded to 16 bits, as the
+matrix units take it, and is rounded itself (``stored_out``). In float32 the sum of P·V over the
+keys has a larger error than the last rounding, so O' is the output of eager attention.
 This module changes these few quantities by their rounding errors, and leaves everything else in
 float64. The changes are expressed by the reference's own arguments:
 
@@ -31,6 +32,7 @@ import torch
 from .. import reference
 from ..problem import Call
 from .inputs import Inputs, mod_slope
+from .tolerances import FLUSHED
 
 # The standard deviation of a rounding to float32, as a share of the value.
 _ROUNDING = math.sqrt(3.0 / (8.0 * math.log(2.0)) / 12.0) * 2.0**-23
@@ -96,6 +98,30 @@ def recomputed_gradients(
     if inputs.spec.bias is not None and "dbias" in moved:
         moved["dbias"] = moved["dbias"].sum_to_size(inputs.spec.bias.shape)
     return moved if of_sinks is None else moved | {"dsinks": of_sinks}
+
+
+def stored_out(call: Call) -> torch.Tensor:
+    """Return the output in q's 16-bit dtype, computed in float64 except for two roundings: P is
+    rounded before the product with V, and the output at the end.
+
+    A kernel rounds exp(s − base), where base may lag behind the row's maximum. So each row is
+    rounded relative to a base of its own, as for float8.
+    """
+    dtype = call.q.dtype
+
+    def rounded(p: torch.Tensor) -> torch.Tensor:
+        if not p.numel():
+            return p
+        factor = bases(*p.shape[:2]) / p.amax(-1, keepdim=True).clamp(min=FLUSHED)
+        return (p * factor).to(dtype).double() / factor
+
+    return reference.attention(call, round_p=rounded)[0].to(dtype)
+
+
+def bases(heads: int, rows: int) -> torch.Tensor:
+    """Return a number from 1 to 2 for each row (H, rows, 1), their logarithms evenly spread."""
+    golden = 0.5 * (math.sqrt(5.0) - 1.0)
+    return torch.exp2((torch.arange(heads * rows) * golden + 0.5).frac()).view(heads, rows, 1)
 
 
 def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import pyfa
 from pyfa import problem
 from pyfa.compat import fa3, fa4, query_values
 
@@ -92,6 +93,55 @@ def test_cache_with_pages_new_keys_and_rotary(one: bool) -> None:
         )
         torch.testing.assert_close(out[b], want[0])
         torch.testing.assert_close(lse[b], want_lse[0])
+
+
+def _options_of(feature: str, rows: int) -> dict[str, Any]:
+    """Arguments of ``flash_attn_with_kvcache`` for two sequences over a cache of 90 keys."""
+    lengths = torch.tensor([90, 33], dtype=torch.int32)
+    return {"cache_seqlens": lengths, "causal": True} | {
+        "plain": {},
+        "softcap": {"softcap": 1.5},
+        "window": {"causal": False, "window_size": (20, 3)},
+        "chunk": {"attention_chunk": 16},
+        "leftpad": {"cache_leftpad": torch.tensor([3, 30], dtype=torch.int32)},
+        "batch index": {"cache_batch_idx": torch.tensor([1, 0], dtype=torch.int32)},
+        "packed": {
+            "cu_seqlens_q": torch.tensor([0, 1, 2 * rows], dtype=torch.int32),
+            "max_seqlen_q": 2 * rows - 1,
+        },
+    }[feature]
+
+
+FEATURES = ("plain", "softcap", "window", "chunk", "leftpad", "batch index", "packed")
+
+
+@pytest.mark.parametrize("heads", [16, 100])  # of decode, and of the kernel for many rows
+@pytest.mark.parametrize("feature", FEATURES)
+def test_emulated_kernels_have_the_options(feature: str, heads: int) -> None:
+    torch.manual_seed(1)
+    rows, dtype = 2, torch.bfloat16
+    cache = torch.randn(2, 90, 1, 576).to(dtype)
+    q = torch.randn(2, rows, heads, 576).to(dtype)
+    options = _options_of(feature, rows)
+
+    def run(backend: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
+        whole, keys = q.to(dtype), cache.to(dtype)
+        if "cu_seqlens_q" in options:
+            whole = whole.flatten(0, 1)
+        with pyfa.use_backend(backend):
+            return fa3.flash_attn_with_kvcache(
+                whole[..., 512:], keys[..., 512:], keys[..., :512], qv=whole[..., :512],
+                return_softmax_lse=True, **options,
+            )[:2]  # fmt: skip
+
+    out, lse = run("emulator", dtype, options)
+    want, want_lse = run("torch", torch.float32, options)
+    # An output is a mean of values of about 1, rounded to 8 bits.
+    torch.testing.assert_close(out.float(), want, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-3)
+    if feature != "plain":  # a kernel that ignores the option would fail
+        plain, _ = run("torch", torch.float32, _options_of("plain", rows))
+        assert (plain.flatten() - want.flatten()).abs().max() > 0.1
 
 
 def test_parts_of_one_cache_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
