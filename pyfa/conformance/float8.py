@@ -42,13 +42,14 @@ to 127 keys before a key may be in its tile.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
 
 from .. import reference
 from ..problem import Call
-from .recompute import bases, slope_of, with_moved_scores
+from .recompute import slope_of, with_moved_scores
 from .tolerances import FLUSHED
 
 STEP = 32  # elements of the head dim that are added up at once
@@ -130,10 +131,10 @@ def stored_p(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     heads, rows, keys = p.shape
     behind = p.flip(-1).cummax(-1).values.flip(-1) if keys else p
     largest = behind[..., (torch.arange(keys) - (TILE - 1)).clamp(min=0)]
-    base, info = bases(heads, rows).to(p.dtype), torch.finfo(dtype)
+    bases, info = _bases(heads, rows).to(p.dtype), torch.finfo(dtype)
     subnormal = info.tiny * info.eps / (0.5 * info.max)
-    last = torch.maximum(_last_bit(p * base, _P_BITS), subnormal * largest).clamp(min=FLUSHED)
-    return (p * base / last).round() * last / base
+    last = torch.maximum(_last_bit(p * bases, _P_BITS), subnormal * largest).clamp(min=FLUSHED)
+    return (p * bases / last).round() * last / bases
 
 
 def _queries_and_keys(call: Call, b: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,6 +142,12 @@ def _queries_and_keys(call: Call, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     scales."""
     q, k, _ = reference.operands(call, b)
     return q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+
+def _bases(heads: int, rows: int) -> torch.Tensor:
+    """Return a number from 1 to 2 for each row (H, rows, 1), their logarithms evenly spread."""
+    golden = 0.5 * (math.sqrt(5.0) - 1.0)
+    return torch.exp2((torch.arange(heads * rows) * golden + 0.5).frac()).view(heads, rows, 1)
 
 
 def _last_bit(x: torch.Tensor, bits: int) -> torch.Tensor:

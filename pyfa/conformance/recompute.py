@@ -104,24 +104,18 @@ def stored_out(call: Call) -> torch.Tensor:
     """Return the output in q's 16-bit dtype, computed in float64 except for two roundings: P is
     rounded before the product with V, and the output at the end.
 
-    A kernel rounds exp(s − base), where base may lag behind the row's maximum. So each row is
-    rounded relative to a base of its own, as for float8.
+    A kernel rounds exp(s − base). The base is the row's maximum here, so that a row that sees one
+    key has an exact P, as in every kernel.
     """
     dtype = call.q.dtype
 
     def rounded(p: torch.Tensor) -> torch.Tensor:
         if not p.numel():
             return p
-        factor = bases(*p.shape[:2]) / p.amax(-1, keepdim=True).clamp(min=FLUSHED)
-        return (p * factor).to(dtype).double() / factor
+        largest = p.amax(-1, keepdim=True).clamp(min=FLUSHED)
+        return (p / largest).to(dtype).double() * largest
 
     return reference.attention(call, round_p=rounded)[0].to(dtype)
-
-
-def bases(heads: int, rows: int) -> torch.Tensor:
-    """Return a number from 1 to 2 for each row (H, rows, 1), their logarithms evenly spread."""
-    golden = 0.5 * (math.sqrt(5.0) - 1.0)
-    return torch.exp2((torch.arange(heads * rows) * golden + 0.5).frac()).view(heads, rows, 1)
 
 
 def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:

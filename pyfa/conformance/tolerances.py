@@ -30,9 +30,12 @@ errors of the two terms differ. naive computes both terms from one product.
 the stored output and, for float32, each score has the error of a sum in order. The yardstick, for
 maximum and mean, is the larger of naive's error and the error of this second result. The second
 result matters in three cases: for float32; if V has a large mean; and if gradients cancel (a row
-that sees one key, sinks, a bias per row). For float32, ``recompute.py`` gives the stored output the
-error of eager attention: summing over the keys adds more than the last rounding (9 times as much
-with 270 equal keys). See also (h).
+that sees one key, sinks, a bias per row). The stored output has more than the error of the last
+rounding. In 16 bits, ``recompute.py`` rounds P before the product with V, as matrix units need it:
+if V has a large mean, this moves the output by up to one ulp, and with head_dim 1 the δ of a row is
+a single product. In the median gradient of the quick level this adds 0.2 % to the bound of the mean
+and nothing to that of the maximum. For float32, the stored output has the error of eager attention:
+summing over the keys adds 9 times the error of the last rounding with 270 equal keys. See also (h).
 
 A 16-bit gradient has two independent errors: one from the rounding of P and dS (which naive has,
 too), and one from δ. The yardstick of its mean is the root of the sum of their squares. (If scores
