@@ -28,7 +28,7 @@ DEVICE void combine_chunks(const Params &p) {
     }
   }
   Finished end = finish(p, base, total, stand.head, 0);
-  for (int j = 0; j < kWide; ++j) x.x[j] = end.inverse == 0.0f ? 0.0f : x.x[j] * end.inverse;
+  for (int j = 0; j < kWide; ++j) x.x[j] = end.saw_key ? x.x[j] * end.inverse : 0.0f;
   long long to = stand.batch * p.out_batch + stand.row * p.out_row + stand.head * p.out_head + place.column;
   *(Stored *)((unsigned short *)p.out + to) =
       Stored{Format<DTYPE>::nearest(x.x[0], x.x[1]), Format<DTYPE>::nearest(x.x[2], x.x[3])};

@@ -27,12 +27,14 @@ DEVICE float row_sum(float x) {
   return x + from_lane_xor(x, 2);
 }
 
-// A finished row: whether it saw a key, the factor of its output (0 if it saw none), and its LSE.
+// A finished row: whether it saw a key or, for its LSE, a key or a sink; the factor of its output; its LSE. The factor
+// is also 0 where a sink hides all keys, and there a NaN of their values has to come through.
 struct Finished {
-  bool saw;
+  bool saw_key, has_lse;
   float inverse, lse;
 };
 DEVICE Finished finish(const Params &p, float base, float total, int head, int split) {
+  bool saw_key = !(total <= 0.0f);  // a NaN has to come through
   float factor = 1.0f;
   if (p.sinks && p.use_sinks && split == 0) {
     // One more logit, without a value.
@@ -42,8 +44,9 @@ DEVICE Finished finish(const Params &p, float base, float total, int head, int s
     total = total * factor + exp2(sink - raised);
     base = raised;
   }
-  bool saw = !(total <= 0.0f);  // a NaN has to come through
-  return Finished{saw, saw ? factor / total : 0.0f, saw ? (base + log2(total)) * kLn2 : -INFINITY_F};
+  bool has_lse = !(total <= 0.0f);
+  return Finished{saw_key, has_lse, has_lse ? factor / total : 0.0f,
+                  has_lse ? (base + log2(total)) * kLn2 : -INFINITY_F};
 }
 DEVICE Finished finish(const Params &p, const Row &row, int head, int split) {
   return finish(p, row.base, row_sum(row.total), head, split);

@@ -23,6 +23,7 @@ from .recompute import (
     out_deviation,
     recomputed_gradients,
     recomputed_out,
+    sinks_deviation,
     stored_out,
 )
 from .tolerances import Check, judge, judge_lse, judge_rotated
@@ -110,6 +111,17 @@ class Expected:
     @functools.cached_property
     def deviation(self) -> torch.Tensor | None:
         return None if self.scores is None else out_deviation(self.inputs, self.scores)
+
+    @functools.cached_property
+    def deviations(self) -> dict[str, torch.Tensor]:
+        """Return the standard deviations of results whose yardsticks may be small by chance."""
+        inputs, found = self.inputs, dict[str, torch.Tensor]()
+        if self.deviation is not None:
+            found["out"] = self.deviation
+        elif "dsinks" in self.ref:
+            flows = _dout(inputs), _dlse(inputs)
+            found["dsinks"] = sinks_deviation(inputs, self.ref["out"], self.ref["lse"], *flows)
+        return found
 
     def _stored(self, out: torch.Tensor) -> torch.Tensor:
         """Return the float32 output from which a backward starts: off by as much as eager
@@ -254,6 +266,7 @@ def _compare(
     case = inputs.case
     finite = ref["lse"][ref["lse"].isfinite()]
     largest_lse = float(finite.abs().max()) if finite.numel() else 0.0
+    terms = max(1, sum(case.lengths_q), *case.lengths_k)
     for name, x in results.items():
         if name == "lse":
             found.require("lse", x.dtype == torch.float32, f"{x.dtype}, expected float32")
@@ -274,11 +287,12 @@ def _compare(
                 ref[of],
                 expected.naive[of],
                 recomputed=expected.recomputed[of],
-                deviation=expected.deviation if of == "out" else None,
+                deviation=expected.deviations.get(of),
                 gradient=of != "out",
                 softcap=case.softcap != 0.0 or bool(case.score_mod),
                 float8=inputs.spec.q.itemsize == 1,
                 largest_lse=largest_lse,
+                terms=terms,
             )
         found.checks.append(check)
 

@@ -373,6 +373,7 @@ def _full() -> Iterator[Case]:
     yield from grid_trees.full()
     yield from grid_waves.full()
     yield from grid_wide.full()
+    yield from grid_hostile.full()
 
 
 def _bias_tiles() -> Iterator[Case]:

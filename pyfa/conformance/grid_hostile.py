@@ -38,3 +38,16 @@ def quick() -> Iterator[Case]:
     )
     for options in caches:
         yield packed(CACHES[0], "kvcache", **beyond, **options)
+
+
+def full() -> Iterator[Case]:
+    """Return cases with a NaN in V where a sink is so much larger than all scores of some rows that
+    the factor of their outputs is 0 in float32. 0 · NaN is NaN."""
+    fields: dict[str, Any] = {"sinks": True, "recipe": "mixed", "hostile": "v=nan"}
+    group: dict[str, Any] = {"heads_q": 8, "heads_k": 2, **fields}
+    yield dense(80, 39, batch=1, **fields)
+    yield dense(64, 30, dtype="float16", causal=True, **fields)
+    yield packed(((65, 200), (300, 193)), "varlen", head_dim=128, causal=True, **fields)
+    yield packed(((104, 104), (176, 193)), "kvcache", heads_k=1, **fields)
+    yield packed(((2, 2), (176, 193)), "kvcache", num_splits=3, **group)
+    yield packed(((65, 65), (300, 193)), "kvcache", num_splits=3, causal=True, **group)

@@ -156,6 +156,23 @@ def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:
     return reference.gathered(call, found, torch.float64)[0]
 
 
+def sinks_deviation(
+    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the standard deviation of each 16-bit gradient of a sink (H,): of rounding what each
+    row adds to it, exp(sink − L) · (dLSE − δ), to the dtype of q. ``out`` and ``lse`` are the
+    reference's own results."""
+    call = inputs.spec
+    assert call.sinks is not None
+    delta = (dout.double() * out).sum(-1).transpose(-1, -2)
+    flow = -delta if dlse is None else dlse - delta
+    share = torch.exp(call.sinks.double()[:, None] - lse).where(lse > -torch.inf, 0.0) * flow
+    eps = torch.finfo(call.q.dtype).eps / torch.finfo(torch.float32).eps
+    heads = share.dim() - 2
+    return _ROUNDING * eps * share.movedim(heads, 0).flatten(1).square().sum(1).sqrt()
+
+
 def error_in_order(inputs: Inputs) -> float:
     """Return the largest error of a float32 score that is computed as in eager attention: q is
     first multiplied by the scale, and the products are then added in order. For other dtypes,

@@ -81,11 +81,11 @@ DEVICE void store(const Context &c, const Rows &rows, Output &o, Shared shared) 
 #pragma unroll
       for (int t = 0; t < kDimTiles; ++t)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) o[b][t][2 * h + i] = end.saw ? o[b][t][2 * h + i] * end.inverse : 0.0f;
+        for (int i = 0; i < 2; ++i) o[b][t][2 * h + i] = end.saw_key ? o[b][t][2 * h + i] * end.inverse : 0.0f;
       int row = c.place().row(b, h);
       if (row >= c.s.rows) continue;
       if (p.num_splits > 1)
-        store_split(c, o, b, h, end.saw, end.lse);
+        store_split(c, o, b, h, end.has_lse, end.lse);
       else if (p.lse && lane_index() % 4 == 0)
         ((float *)p.lse)[c.s.row_batch * p.lse_batch + c.work.head * p.lse_head + c.s.row0 + row] =
             end.lse;

@@ -499,7 +499,7 @@ DEVICE void store(const Params &p, Shared info, int first_line, const Rows &rows
     for (int t = 0; t < kDimTiles; ++t)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        o[4 * t + 2 * h + i] = end.inverse == 0.0f ? 0.0f : o[4 * t + 2 * h + i] * end.inverse;
+        o[4 * t + 2 * h + i] = end.saw_key ? o[4 * t + 2 * h + i] * end.inverse : 0.0f;
     // 3. Of a split: float32, for combine.
     if (p.num_splits > 1) {
       if (!mine) continue;

@@ -331,7 +331,7 @@ DEVICE void store(const Params &p, const Block &b, const Row &row, Columns &o, i
   for (int t = 0; t < kTiles; ++t)
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      o[4 * t + 2 * half + i] = end.saw ? o[4 * t + 2 * half + i] * end.inverse : 0.0f;
+      o[4 * t + 2 * half + i] = end.saw_key ? o[4 * t + 2 * half + i] * end.inverse : 0.0f;
   if (p.num_splits > 1) {
     if (!exists) return;
     long long line = part_line(p, b.s, at, head, b.split);
