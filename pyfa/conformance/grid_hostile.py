@@ -41,8 +41,11 @@ def quick() -> Iterator[Case]:
 
 
 def full() -> Iterator[Case]:
-    """Return cases with a NaN in V where a sink is so much larger than all scores of some rows that
-    the factor of their outputs is 0 in float32. 0 · NaN is NaN."""
+    """Return cases with a NaN among new keys and values, and cases with a NaN in V where a sink is
+    so much larger than all scores of some rows that the factor of their outputs is 0 in float32. 0
+    · NaN is NaN."""
+    for element in ("k=nan", "v=nan"):
+        yield packed(((4, 4), (71, 80)), "kvcache", new_keys=5, hostile=element)
     fields: dict[str, Any] = {"sinks": True, "recipe": "mixed", "hostile": "v=nan"}
     group: dict[str, Any] = {"heads_q": 8, "heads_k": 2, **fields}
     yield dense(80, 39, batch=1, **fields)

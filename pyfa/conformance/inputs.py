@@ -72,9 +72,13 @@ class Placed:
         return flat.as_strided(self.shape, self.strides, self.offset)
 
 
+# The integers of formats in which all ones are a NaN.
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
 def place(values: torch.Tensor, dtype: torch.dtype, layout: str) -> Placed:
     """Round ``values`` (…, heads, dim) to ``dtype``, into a buffer of NaN with the given
-    ``layout``.
+    ``layout``. A NaN has all bits set.
 
     The layouts are: "contiguous"; "strided", with gaps after every row, head and sequence, all
     multiples of 16 bytes; "heads_first", with the memory order (…, heads, rows, dim); "unaligned",
@@ -102,6 +106,9 @@ def place(values: torch.Tensor, dtype: torch.dtype, layout: str) -> Placed:
     buffer = torch.full((-(-size // 16) * 16,), 0xFF, dtype=torch.uint8)
     placed = Placed(buffer, dtype, shape, tuple(strides), offset)
     placed.view().copy_(values)
+    if dtype in _BITS:
+        # PyTorch writes 0x7fc0 or 0xffff, depending on the tensor's size.
+        placed.view().view(_BITS[dtype]).masked_fill_(values.isnan(), -1)
     return placed
 
 
