@@ -374,6 +374,7 @@ def _full() -> Iterator[Case]:
     yield from grid_waves.full()
     yield from grid_wide.full()
     yield from grid_hostile.full()
+    yield from grid_mods.below_zero()
 
 
 def _bias_tiles() -> Iterator[Case]:

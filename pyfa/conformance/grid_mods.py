@@ -107,6 +107,22 @@ def mods(count: int) -> Iterator[Case]:
             yield packed(lengths, "kvcache", dtype=HALF[index % 2], **options)
 
 
+def below_zero() -> Iterator[Case]:
+    """Yield masks and scores with a scale of 0 or less. Kernels that mask before they scale, or
+    that take the largest product for the largest score, do not run these."""
+    fields: Fields = {"scale": -0.3, "backward": True}
+    yield dense(4, 5, batch=1, mask_mod="morton_natten", **fields)
+    for index, mask in enumerate(("documents", "sliding", "natten")):
+        yield dense(*_TILES, dtype=HALF[index % 2], mask_mod=mask, heads_q=4, **fields)
+        yield dense(65, 97, dtype=HALF[1 - index % 2], mask_mod=mask, head_dim=128, **fields)
+    yield dense(65, 97, mask_mod="prefix", scale=0.0)
+    yield dense(*_TILES, dtype="float16", batch=1, block_mask=64, **fields)
+    yield packed(PACKED[0], "varlen", mask_mod="documents", **fields)
+    yield packed(CACHES[0], "kvcache", dtype="float16", mask_mod="tree", heads_q=4, scale=-0.3)
+    yield dense(65, 97, score_mod="alibi", causal=True, **fields)
+    yield dense(65, 97, dtype="float16", score_mod="relative", mask_mod="natten", **fields)
+
+
 def lists(count: int) -> Iterator[Case]:
     """Yield each block-list case with ``count`` combinations of dtype and shape."""
     for index, options in enumerate(_LISTS):

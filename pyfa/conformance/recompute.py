@@ -60,11 +60,15 @@ def recomputed_out(inputs: Inputs, scores: list[InOrder] | None) -> torch.Tensor
 
     For float32 inputs, this output is computed from perturbed scores. For 16-bit inputs it is None,
     because an error of 1e-6 in a score is negligible compared with the rounding of P and of the
-    output. For float8 queries see ``float8.py``.
+    output. If scores are so large that their rounding errors move the largest P of a row from 1 to
+    a number that 16 bits do not hold, this P has the largest error of its rounding. For float8
+    queries see ``float8.py``.
     """
-    if scores is None:
-        return None
-    return reference.attention(with_moved_scores(inputs.spec, (x.error for x in scores)))[0]
+    call = inputs.spec
+    if scores is not None:
+        return reference.attention(with_moved_scores(call, (x.error for x in scores)))[0]
+    half = 0.5 * torch.finfo(call.q.dtype).eps
+    return stored_out(call, 1.0 + half).double() if inputs.score_size * 2.0**-24 >= half else None
 
 
 def recomputed_gradients(
@@ -100,20 +104,20 @@ def recomputed_gradients(
     return moved if of_sinks is None else moved | {"dsinks": of_sinks}
 
 
-def stored_out(call: Call) -> torch.Tensor:
+def stored_out(call: Call, base: float = 1.0) -> torch.Tensor:
     """Return the output in q's 16-bit dtype, computed in float64 except for two roundings: P is
     rounded before the product with V, and the output at the end.
 
-    A kernel rounds exp(s − base). The base is the row's maximum here, so that a row that sees one
-    key has an exact P, as in every kernel.
+    A kernel rounds P relative to the row's maximum, so that a row that sees one key has an exact P.
+    ``base`` is a multiple of this maximum.
     """
     dtype = call.q.dtype
 
     def rounded(p: torch.Tensor) -> torch.Tensor:
         if not p.numel():
             return p
-        largest = p.amax(-1, keepdim=True).clamp(min=FLUSHED)
-        return (p / largest).to(dtype).double() * largest
+        unit = p.amax(-1, keepdim=True).clamp(min=FLUSHED) / base
+        return (p / unit).to(dtype).double() * unit
 
     return reference.attention(call, round_p=rounded)[0].to(dtype)
 
@@ -160,17 +164,21 @@ def sinks_deviation(
     inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the standard deviation of each 16-bit gradient of a sink (H,): of rounding what each
-    row adds to it, exp(sink − L) · (dLSE − δ), to the dtype of q. ``out`` and ``lse`` are the
-    reference's own results."""
+    """Return the standard deviation of each 16-bit gradient of a sink (H,), from rounding what each
+    row adds to it, exp(sink − L) · (dLSE − δ), and the stored output in δ, to the dtype of q.
+    ``out`` and ``lse`` are the reference's own results."""
     call = inputs.spec
     assert call.sinks is not None
-    delta = (dout.double() * out).sum(-1).transpose(-1, -2)
+    terms = dout.double() * out  # of δ
+    delta = terms.sum(-1).transpose(-1, -2)
+    squares = terms.square().sum(-1).transpose(-1, -2)
     flow = -delta if dlse is None else dlse - delta
-    share = torch.exp(call.sinks.double()[:, None] - lse).where(lse > -torch.inf, 0.0) * flow
+    weight = torch.exp(call.sinks.double()[:, None] - lse)
+    # dO of rows that do not exist may be NaN.
+    square = (weight.square() * (flow.square() + squares)).where(lse > -torch.inf, 0.0)
     eps = torch.finfo(call.q.dtype).eps / torch.finfo(torch.float32).eps
-    heads = share.dim() - 2
-    return _ROUNDING * eps * share.movedim(heads, 0).flatten(1).square().sum(1).sqrt()
+    heads = square.dim() - 2
+    return _ROUNDING * eps * square.movedim(heads, 0).flatten(1).sum(1).sqrt()
 
 
 def error_in_order(inputs: Inputs) -> float:

@@ -12,7 +12,10 @@ gradient (one ulp is that of the tensor's dtype at max|ref|):
 (a) The yardstick of the mean is the larger of naive's mean error and the mean error of ref rounded
 to the tensor's dtype. No result can be better than correctly rounded, while naive can be exact by
 chance if few terms are added (one key, equal values). Without this term a perfect kernel would
-fail.
+fail. The largest P of a row is 1 in naive. In a kernel it is exp of the difference of two
+float32 products, and with scores of 2²³·eps or more (65,536 in bfloat16, 8,192 in float16) it may
+be a number that is rounded to 16 bits. For such scores the yardsticks of an output are at least its
+error if the rounding of this P has its largest error.
 
 (b) Backward recomputes P = exp(s − L) from the LSE L, which is stored in float32. Rounding changes
 L by at most 2⁻²⁴·|L|. Because dP/P = −dL, this changes every P of the row by the same relative
@@ -97,8 +100,8 @@ median float32 case of the quick level, this makes the maximum's bound 9 % large
 
 A 16-bit gradient of sinks has one number per head, and the error of naive may be small by chance,
 too. Eager attention rounds what each row adds to the gradient, exp(sink − L)·(dLSE − δ), to 16
-bits. ``recompute.sinks_deviation`` computes σ from these roundings. Over 120 problems, the root of
-the mean square of naive's error is 3 to 8 σ.
+bits, and δ has the roundings of the stored output. ``recompute.sinks_deviation`` computes σ from
+these roundings. Over 120 problems, the root of the mean square of naive's error is 3 to 8 σ.
 
 A float32 output's σ affects gradients, too. The stored output in (c) has an error of at least σ. In
 exp(sink − L) no score shares the error of L, so a gradient of sinks has the whole error that L gets

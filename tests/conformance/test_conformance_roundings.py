@@ -174,6 +174,19 @@ def test_the_deviation_of_an_output_is_that_of_sums_in_order() -> None:
     assert 0.7 < share < 1.3
 
 
+def test_the_largest_p_of_huge_scores_is_rounded() -> None:
+    """A score of 151,000, of which naive's P is exactly 1."""
+    case = Case(lengths_q=(1,), lengths_k=(5,), scale=-0.3, recipe="huge", score_mod="bounded")
+    expected = Expected(build(case))
+    assert torch.equal(expected.naive["out"].double(), expected.ref["out"])
+    result = run_case(BACKENDS["emulator"], case, CPU)
+    assert result.status == PASSED, result.messages
+    (out,) = (check for check in result.checks if check.name == "out")
+    assert out.mean_error > 0.0
+    small = replace(case, recipe="plain")
+    assert Expected(build(small)).recomputed["out"] is None
+
+
 def test_a_16_bit_output_was_stored_with_a_rounded_p() -> None:
     expected = Expected(build(OFFSET))
     exact = expected.ref["out"].half()

@@ -174,7 +174,7 @@ def plan(problem: Problem) -> Plan:
     simple = problem.features <= _SIMPLE
     if simple and kind != _TERMS and not packed and pair in FORWARD_OF_GRID:
         return _plan_of_grid(_chosen(problem, pair, FORWARD[pair][kind]), pair, dtype, notes)
-    if _shows_few_keys(problem, pair):
+    if not general and _shows_few_keys(problem, pair):
         found = _plan_of_grid(SMALL[pair], pair, dtype, notes)
         return listed(modified(found, problem.mods))
     if packed and not invariant:

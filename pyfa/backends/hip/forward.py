@@ -64,7 +64,8 @@ def plan(backend: str, problem: Problem) -> Plan:
         score = max(score, GENERAL)
     if score == GENERAL and problem.positive and pair in tiles.added_pairs:
         score = _alone(problem)
-    if score == GENERAL and problem.mods and problem.features <= _SIMPLE | _MODS:
+    alone = problem.features <= _SIMPLE | _MODS
+    if score == GENERAL and alone and "score_mod" in problem.features:
         score = SCORE_MOD
     chosen = _general(tiles, pair, dtype, score, paged)
     if score == PLAIN and problem.mods:
