@@ -293,6 +293,7 @@ def _compare(
                 float8=inputs.spec.q.itemsize == 1,
                 largest_lse=largest_lse,
                 terms=terms,
+                grouped=case.heads_q > case.heads_k,
             )
         found.checks.append(check)
 

@@ -96,7 +96,11 @@ def recomputed_out(call: Call) -> torch.Tensor:
         return error * slope_of(call, b, exact * call.scale)
 
     moved = with_moved_scores(call, (of_sequence(b) for b in range(call.batch)))
-    return reference.attention(moved, round_p=partial(stored_p, dtype=call.q.dtype))[0]
+    # A block's scale of V multiplies P. If its keys dominate many rows, the largest P of all these
+    # rows have the same rounding error.
+    blocks = call.v_descale is not None and call.v_descale.dim() == 3
+    of_p = partial(stored_p, dtype=call.q.dtype, worst=blocks)
+    return reference.attention(moved, round_p=of_p)[0]
 
 
 def summed(q: torch.Tensor, k: torch.Tensor, bits: int = BITS) -> torch.Tensor:
@@ -126,12 +130,16 @@ def round_p(p: torch.Tensor) -> torch.Tensor:
     return torch.ldexp((mantissa * 2**_P_BITS).round(), exponent - _P_BITS)
 
 
-def stored_p(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round P (H, rows, keys) to ``dtype``, each row relative to its own base."""
+def stored_p(p: torch.Tensor, dtype: torch.dtype, worst: bool = False) -> torch.Tensor:
+    """Round P (H, rows, keys) to ``dtype``, each row relative to its own base, or with ``worst``
+    relative to a base for which the rounding error of the largest P is largest."""
     heads, rows, keys = p.shape
     behind = p.flip(-1).cummax(-1).values.flip(-1) if keys else p
     largest = behind[..., (torch.arange(keys) - (TILE - 1)).clamp(min=0)]
     bases, info = _bases(heads, rows).to(p.dtype), torch.finfo(dtype)
+    if worst and keys:  # between two numbers of the format
+        mantissas = torch.frexp(p.amax(-1, keepdim=True)).mantissa.clamp(min=0.5)
+        bases = (1.0 + 2.0**-_P_BITS) / mantissas
     subnormal = info.tiny * info.eps / (0.5 * info.max)
     last = torch.maximum(_last_bit(p * bases, _P_BITS), subnormal * largest).clamp(min=FLUSHED)
     return (p * bases / last).round() * last / bases

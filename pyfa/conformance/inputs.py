@@ -232,10 +232,11 @@ def _mix(case: Case, name: str, q: torch.Tensor, k: torch.Tensor) -> None:
     is infinite: a key beyond the end that is not masked, whose score is 0, makes NaN. Those of the
     third rise by about 40 along the keys. In the fourth, a random key is ahead of all others by
     about 100: where a maximum leaves out its score, P is infinite. Each offset is spread over a
-    quarter of the head, so that few elements of the gradients are larger than in plain cases.
+    quarter of the head, so that few elements of the gradients are larger than in plain cases. A
+    large scale makes the offsets smaller, because 14 bits do not hold a float8 score of -2,000.
     """
     (rows, heads, dim), (keys, heads_k, _) = q.shape, k.shape
-    quarter, root = max(dim // 4, 1), dim**0.5
+    quarter, root = max(dim // 4, 1), 1.0 / max(abs(case.scale or 0.0), dim**-0.5)
     low, rising = slice(quarter), slice(quarter, 2 * quarter)
     kind = (torch.arange(rows)[:, None] + torch.arange(heads)) % 4
     k[..., low] = (200.0 * root / quarter) ** 0.5

@@ -17,6 +17,10 @@ float32 products, and with scores of 2²³·eps or more (65,536 in bfloat16, 8,1
 be a number that is rounded to 16 bits. For such scores the yardsticks of an output are at least its
 error if the rounding of this P has its largest error.
 
+K and V of a group of query heads have gradients that a kernel may sum from parts, in 16 bits as in
+FlashAttention-2, one per query head at most. Rounding the parts adds about the same error as
+rounding the sum. The yardstick of their mean is at least √2 times the error of the rounded ref.
+
 (b) Backward recomputes P = exp(s − L) from the LSE L, which is stored in float32. Rounding changes
 L by at most 2⁻²⁴·|L|. Because dP/P = −dL, this changes every P of the row by the same relative
 amount, and with P every term of the gradient sums. naive keeps its probabilities and does not have
@@ -73,7 +77,8 @@ the error of ``float8.recomputed_out``, which contains all three:
   is the row's maximum. But a base may lag behind the maximum, and scales per block of V multiply P.
   Then the largest P is rounded like any other, by 2⁻⁶ to 2⁻⁵ of itself on average. As in (a), an
   exact yardstick would be a matter of chance, so P is rounded relative to another base in each row,
-  spread evenly from 1 to 2.
+  spread evenly from 1 to 2. With scales per block of V, the largest P of all rows that one key
+  dominates may have the same error, so each row's base is one for which this error is largest.
 - *The range.* A P becomes 0 if it is less than about 2⁻¹⁸ (2⁻¹⁷·⁸ to 2⁻¹⁸·⁸) of the largest P in
   its tile of 128 keys or in any later tile. Tiles may begin anywhere, so this is the largest among
   the later keys and the 127 keys before it. If the value vector that belongs to the largest P is 0,
@@ -204,6 +209,7 @@ def judge(
     float8: bool = False,
     largest_lse: float = 0.0,
     terms: int = 1,
+    grouped: bool = False,
 ) -> Check:
     """Check ``x`` by the rule of this module. ``ref``, ``naive`` and ``recomputed`` have the shape
     of ``x``.
@@ -211,7 +217,8 @@ def judge(
     For a gradient, pass the largest finite |LSE| as ``largest_lse``, and ``recomputed`` (paragraph
     (c)). For a float32 output, pass ``recomputed`` and ``deviation`` (paragraph (h)). For the
     output of float8 queries, set ``float8`` and pass ``recomputed`` (paragraph (f)). ``terms`` is
-    the largest number of terms of an element (paragraph (g)).
+    the largest number of terms of an element (paragraph (g)). ``grouped``: several query heads have
+    a part in a gradient of K or V (paragraph (a)).
     """
     dtype, x, naive = x.dtype, x.double(), naive.double()
     wrong = _special_places(x, ref)
@@ -236,6 +243,8 @@ def judge(
     from_lse = 2.0**-24 * largest_lse if gradient else 0.0
     yardstick = max(float(naive_error.max()), float(again_error.max()))
     means = [float(x.mean()) for x in (naive_error, again_error, rounded_error)]
+    if grouped and name in ("dk", "dv"):
+        means[2] *= math.sqrt(2.0)
     strayed = 0.0
     if deviation is not None:
         strayed = DEVIATIONS * float(deviation[finite].max())
