@@ -115,12 +115,13 @@ class Expected:
     @functools.cached_property
     def deviations(self) -> dict[str, torch.Tensor]:
         """Return the standard deviations of results whose yardsticks may be small by chance."""
-        inputs, found = self.inputs, dict[str, torch.Tensor]()
+        found = dict[str, torch.Tensor]()
         if self.deviation is not None:
             found["out"] = self.deviation
         elif "dsinks" in self.ref:
-            flows = _dout(inputs), _dlse(inputs)
-            found["dsinks"] = sinks_deviation(inputs, self.ref["out"], self.ref["lse"], *flows)
+            out, lse = self.ref["out"], self.ref["lse"]
+            flows = _dout(self.inputs), _dlse(self.inputs)
+            found["dsinks"] = sinks_deviation(self.inputs.spec, out, lse, *flows)
         return found
 
     def _stored(self, out: torch.Tensor) -> torch.Tensor:

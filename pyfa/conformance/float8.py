@@ -136,10 +136,12 @@ def stored_p(p: torch.Tensor, dtype: torch.dtype, worst: bool = False) -> torch.
     heads, rows, keys = p.shape
     behind = p.flip(-1).cummax(-1).values.flip(-1) if keys else p
     largest = behind[..., (torch.arange(keys) - (TILE - 1)).clamp(min=0)]
-    bases, info = _bases(heads, rows).to(p.dtype), torch.finfo(dtype)
     if worst and keys:  # between two numbers of the format
         mantissas = torch.frexp(p.amax(-1, keepdim=True)).mantissa.clamp(min=0.5)
         bases = (1.0 + 2.0**-_P_BITS) / mantissas
+    else:
+        bases = _bases(heads, rows).to(p.dtype)
+    info = torch.finfo(dtype)
     subnormal = info.tiny * info.eps / (0.5 * info.max)
     last = torch.maximum(_last_bit(p * bases, _P_BITS), subnormal * largest).clamp(min=FLUSHED)
     return (p * bases / last).round() * last / bases

@@ -161,13 +161,11 @@ def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:
 
 
 def sinks_deviation(
-    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> torch.Tensor:
     """Return the standard deviation of each 16-bit gradient of a sink (H,), from rounding what each
     row adds to it, exp(sink − L) · (dLSE − δ), and the stored output in δ, to the dtype of q.
     ``out`` and ``lse`` are the reference's own results."""
-    call = inputs.spec
     assert call.sinks is not None
     terms = dout.double() * out  # of δ
     delta = terms.sum(-1).transpose(-1, -2)
@@ -177,8 +175,8 @@ def sinks_deviation(
     # dO of rows that do not exist may be NaN.
     square = (weight.square() * (flow.square() + squares)).where(lse > -torch.inf, 0.0)
     eps = torch.finfo(call.q.dtype).eps / torch.finfo(torch.float32).eps
-    heads = square.dim() - 2
-    return _ROUNDING * eps * square.movedim(heads, 0).flatten(1).sum(1).sqrt()
+    of_heads = square.sum(-1).view(-1, call.sinks.shape[0]).sum(0)
+    return _ROUNDING * eps * of_heads.sqrt()
 
 
 def error_in_order(inputs: Inputs) -> float:

@@ -17,8 +17,8 @@ float32 products, and with scores of 2²³·eps or more (65,536 in bfloat16, 8,1
 be a number that is rounded to 16 bits. For such scores the yardsticks of an output are at least its
 error if the rounding of this P has its largest error.
 
-K and V of a group of query heads have gradients that a kernel may sum from parts, in 16 bits as in
-FlashAttention-2, one per query head at most. Rounding the parts adds about the same error as
+K and V of a group of query heads have gradients that a kernel may sum from parts in their dtype, as
+FlashAttention-2 does, one per query head at most. Rounding the parts adds about the same error as
 rounding the sum. The yardstick of their mean is at least √2 times the error of the rounded ref.
 
 (b) Backward recomputes P = exp(s − L) from the LSE L, which is stored in float32. Rounding changes
@@ -106,7 +106,7 @@ median float32 case of the quick level, this makes the maximum's bound 9 % large
 A 16-bit gradient of sinks has one number per head, and the error of naive may be small by chance,
 too. Eager attention rounds what each row adds to the gradient, exp(sink − L)·(dLSE − δ), to 16
 bits, and δ has the roundings of the stored output. ``recompute.sinks_deviation`` computes σ from
-these roundings. Over 120 problems, the root of the mean square of naive's error is 3 to 8 σ.
+these roundings. Over 120 problems, the root of the mean square of naive's error is 2 to 8 σ.
 
 A float32 output's σ affects gradients, too. The stored output in (c) has an error of at least σ. In
 exp(sink − L) no score shares the error of L, so a gradient of sinks has the whole error that L gets
@@ -158,6 +158,8 @@ HALF_NORMAL = math.sqrt(2.0 / math.pi)
 DEVIATIONS = 3.5
 # The smallest normal float32: a GPU may take less for 0.
 FLUSHED = 2.0**-126
+# The message of a check without a yardstick.
+OVERFLOWS = "the case is badly made: naive is not finite where ref is"
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ def judge(
     independent = _independent(torch.where(finite, yardstick_of - ref, 0.0), shared or float8)
     x, ref, naive = x[finite], ref[finite], naive[finite]
     if not bool(naive.isfinite().all()):
-        return Check(name, message="the case is badly made: naive is not finite where ref is")
+        return Check(name, message=OVERFLOWS)
     error, naive_error = (x - ref).abs(), (naive - ref).abs()
     rounded_error = (ref.to(dtype).double() - ref).abs()
     again_error = torch.zeros(1) if recomputed is None else (recomputed[finite] - ref).abs()

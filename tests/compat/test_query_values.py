@@ -95,34 +95,28 @@ def test_cache_with_pages_new_keys_and_rotary(one: bool) -> None:
         torch.testing.assert_close(lse[b], want_lse[0])
 
 
-def _options_of(feature: str, rows: int) -> dict[str, Any]:
-    """Arguments of ``flash_attn_with_kvcache`` for two sequences over a cache of 90 keys."""
-    lengths = torch.tensor([90, 33], dtype=torch.int32)
-    return {"cache_seqlens": lengths, "causal": True} | {
-        "plain": {},
-        "softcap": {"softcap": 1.5},
-        "window": {"causal": False, "window_size": (20, 3)},
-        "chunk": {"attention_chunk": 16},
-        "leftpad": {"cache_leftpad": torch.tensor([3, 30], dtype=torch.int32)},
-        "batch index": {"cache_batch_idx": torch.tensor([1, 0], dtype=torch.int32)},
-        "packed": {
-            "cu_seqlens_q": torch.tensor([0, 1, 2 * rows], dtype=torch.int32),
-            "max_seqlen_q": 2 * rows - 1,
-        },
-    }[feature]
-
-
-FEATURES = ("plain", "softcap", "window", "chunk", "leftpad", "batch index", "packed")
+# Arguments of ``flash_attn_with_kvcache`` for two sequences of two rows over a cache of 90 keys.
+PLAIN: dict[str, Any] = {
+    "cache_seqlens": torch.tensor([90, 33], dtype=torch.int32), "causal": True
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 1.5},
+    "window": {"causal": False, "window_size": (20, 3)},
+    "chunk": {"attention_chunk": 16},
+    "leftpad": {"cache_leftpad": torch.tensor([3, 30], dtype=torch.int32)},
+    "batch index": {"cache_batch_idx": torch.tensor([1, 0], dtype=torch.int32)},
+    "packed": {"cu_seqlens_q": torch.tensor([0, 1, 4], dtype=torch.int32), "max_seqlen_q": 3},
+}
 
 
 @pytest.mark.parametrize("heads", [16, 100])  # of decode, and of the kernel for many rows
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", OPTIONS)
 def test_emulated_kernels_have_the_options(feature: str, heads: int) -> None:
     torch.manual_seed(1)
-    rows, dtype = 2, torch.bfloat16
-    cache = torch.randn(2, 90, 1, 576).to(dtype)
-    q = torch.randn(2, rows, heads, 576).to(dtype)
-    options = _options_of(feature, rows)
+    dtype = torch.bfloat16
+    cache, q = torch.randn(2, 90, 1, 576).to(dtype), torch.randn(2, 2, heads, 576).to(dtype)
+    options = PLAIN | OPTIONS[feature]
 
     def run(backend: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
         whole, keys = q.to(dtype), cache.to(dtype)
@@ -140,7 +134,7 @@ def test_emulated_kernels_have_the_options(feature: str, heads: int) -> None:
     torch.testing.assert_close(out.float(), want, atol=0.02, rtol=0.02)
     torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-3)
     if feature != "plain":  # a kernel that ignores the option would fail
-        plain, _ = run("torch", torch.float32, _options_of("plain", rows))
+        plain, _ = run("torch", torch.float32, PLAIN)
         assert (plain.flatten() - want.flatten()).abs().max() > 0.1
 
 

@@ -64,8 +64,8 @@ def plan(backend: str, problem: Problem) -> Plan:
         score = max(score, GENERAL)
     if score == GENERAL and problem.positive and pair in tiles.added_pairs:
         score = _alone(problem)
-    alone = problem.features <= _SIMPLE | _MODS
-    if score == GENERAL and alone and "score_mod" in problem.features:
+    of_mods = problem.features <= _SIMPLE | _MODS
+    if score == GENERAL and of_mods and "score_mod" in problem.features:
         score = SCORE_MOD
     chosen = _general(tiles, pair, dtype, score, paged)
     if score == PLAIN and problem.mods:
