@@ -19,6 +19,7 @@ from .modifiers import arguments_of, captured_by
 from .recompute import (
     InOrder,
     error_in_order,
+    gradients_deviation,
     in_order,
     out_deviation,
     recomputed_gradients,
@@ -118,6 +119,9 @@ class Expected:
         found = dict[str, torch.Tensor]()
         if self.deviation is not None:
             found["out"] = self.deviation
+            if self.inputs.case.backward:
+                flows = _dout(self.inputs), _dlse(self.inputs)
+                found |= gradients_deviation(self.inputs, *flows)
         elif "dsinks" in self.ref:
             out, lse = self.ref["out"], self.ref["lse"]
             flows = _dout(self.inputs), _dlse(self.inputs)

@@ -14,8 +14,8 @@ float64. The changes are expressed by the reference's own arguments:
   by r, because P enters the gradients only as P∘(dO·Vᵀ − δ + dLSE) and as Pᵀ·dO;
 - to move δ by ε, it adds −ε to dLSE.
 
-``out_deviation`` is part (h) of the rule: the standard deviation of each element of a float32
-output that results from independent roundings. The error of a rounding to nearest is spread evenly
+``out_deviation`` and ``gradients_deviation`` are part (h) of the rule: the standard deviation of
+each element of a float32 result that comes from independent roundings. The error of a rounding to nearest is spread evenly
 over an ulp, so its standard deviation is ulp/√12. Relative to a value with mantissa m, 1 ≤ m < 2,
 an ulp is 2⁻²³/m. Where values are spread evenly in their logarithm, the mean of m⁻² is 3/(8·ln 2):
 the deviation is √(3/(8·ln 2)/12)·2⁻²³ = 0.425·2⁻²⁴ of the value.
@@ -135,7 +135,7 @@ def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:
         lse = reference.one_sequence(call, b, q, k, v)[1]
         kept = _probabilities(call, b, q, k)
         p = _probabilities(call._replace(dropout_p=0.0), b, q, k) if call.dropout_p else kept
-        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        v = _of_queries(v, q)
         out = torch.einsum("hqk,khd->hqd", kept, v)
         # The error of the terms that are added to q·k, and of the rounding of exp.
         score = torch.where(p > 0.0, p.log() + lse[..., None], 0.0)
@@ -147,17 +147,45 @@ def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:
         # The first term of a sum is not rounded, nor where 0 is added, nor anything of a lone key.
         adds = (p > 0.0) & (p.cumsum(-1) > p)
         several = adds.any(-1, keepdim=True) | bool(call.dropout_p) | (call.sinks is not None)
-        partial, squares = torch.zeros(out.shape), torch.zeros(out.shape)
-        weights, values, added = kept.float(), v.float(), adds.float()
-        for j in range(k.shape[0]):
-            partial.addcmul_(weights[..., j, None], values[j, :, None])
-            squares.addcmul_(partial * added[..., j, None], partial)
+        squares = _partial_squares(kept, v, adds)
         products = torch.einsum("hqk,khd->hqd", kept.square(), v.square())
         total = (p.cumsum(-1) * adds).square().sum(-1, keepdim=True) + 1.0
         rounded = squares + several * (products + out.square() * total)
         square = square.clamp(min=0.0) + _ROUNDING**2 * rounded
         found.append((square.sqrt().transpose(0, 1), lse))
     return reference.gathered(call, found, torch.float64)[0]
+
+
+def gradients_deviation(
+    inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return the standard deviation of each element of float32 gradients of q, k and v, from
+    rounding the products dS·K, dS·Q and P·dO and their sums in order: over the keys for dq, over
+    all rows of a group's heads for dk and dv."""
+    call = inputs.spec
+    leaves = {name: getattr(call, name).double().requires_grad_() for name in ("q", "k", "v")}
+    placed = call._replace(**leaves)
+    # A bias is added to the score, so its gradient is dS.
+    score_gradients = reference.gradients(with_moved_scores(call, ()), dout, dlse)["dbias"]
+    total = torch.zeros((), dtype=torch.float64)
+    for b in range(call.batch):
+        q, k, v = (x.detach() for x in reference.operands(call, b))
+        scaled = torch.einsum("qhd,khd->hqk", q, _of_queries(k, q)) * call.scale
+        flow = reference.operands(call._replace(q=dout.double()), b)[0]
+        ds = score_gradients[b, :, : q.shape[0], : k.shape[0]]
+        ds = ds * slope_of(call, b, scaled) * call.scale
+        p = _probabilities(call, b, q, k)
+        squares = (
+            _summed(ds, _of_queries(k, q)),
+            _summed(_by_keys(ds, k), _by_kv_heads(q, k)),
+            _summed(_by_keys(p, k), _by_kv_heads(flow, k)),
+        )
+        # What autograd adds up at the places of the operands is their squares.
+        for x, square in zip(reference.operands(placed, b), squares, strict=True):
+            total = total + (x * square.transpose(0, 1)).sum()
+    total = total + sum(x[:0].sum() for x in leaves.values())
+    found = torch.autograd.grad(total, list(leaves.values()))
+    return {f"d{name}": _ROUNDING * x.sqrt() for name, x in zip(leaves, found, strict=True)}
 
 
 def sinks_deviation(
@@ -194,6 +222,44 @@ def error_in_order(inputs: Inputs) -> float:
     return largest
 
 
+def _of_queries(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return keys or values (keys, Hk, D) of the query heads, (keys, H, D)."""
+    return k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+
+def _by_keys(weights: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return ``weights`` (H, rows, keys) by KV heads: (Hk, keys, rows of all heads of the
+    group)."""
+    return weights.unflatten(0, (k.shape[1], -1)).flatten(1, 2).transpose(1, 2)
+
+
+def _by_kv_heads(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` (rows, H, D) as (rows of all heads of the group, Hk, D)."""
+    return x.unflatten(1, (k.shape[1], -1)).permute(2, 0, 1, 3).flatten(0, 1)
+
+
+def _summed(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the squares of the products ``weights`` (H, N, M) · ``values`` (M, H, D) and of their
+    partial sums over M in order: (H, N, D)."""
+    adds = (weights != 0.0) & ((weights != 0.0).cumsum(-1) > 1)
+    products = torch.einsum("hnm,mhd->hnd", weights.square(), values.square())
+    return products + _partial_squares(weights, values, adds)
+
+
+def _partial_squares(
+    weights: torch.Tensor, values: torch.Tensor, adds: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum of the squares of all partial sums of ``weights`` (H, N, M) · ``values``
+    (M, H, D) over M, (H, N, D), that end with a term in ``adds`` (H, N, M)."""
+    shape = (*weights.shape[:2], values.shape[2])
+    partial, squares = torch.zeros(shape), torch.zeros(shape)
+    weights, values, added = weights.float(), values.float(), adds.float()
+    for j in range(values.shape[0]):
+        partial.addcmul_(weights[..., j, None], values[j, :, None])
+        squares.addcmul_(partial * added[..., j, None], partial)
+    return squares
+
+
 def _probabilities(call: Call, b: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Return P (H, rows, keys), which is the output if V is the identity."""
     eye = torch.eye(k.shape[0], dtype=q.dtype)[:, None].expand(-1, k.shape[1], -1)
@@ -218,7 +284,7 @@ def _in_order(
     call: Call, b: int, q: torch.Tensor, k: torch.Tensor, scaled_first: bool = False
 ) -> InOrder:
     """Sum q·k of sequence ``b`` in order. ``scaled_first``: q has been multiplied by the scale."""
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    k = _of_queries(k, q)
     left = (q * call.scale if scaled_first else q).permute(1, 0, 2)[:, :, None]
     right = k.permute(1, 0, 2)[:, None]
     total = left[..., 0] * right[..., 0]
