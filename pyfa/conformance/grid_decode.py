@@ -7,6 +7,7 @@ has sequences of 1 to 14 tiles of 64 keys.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from .cases import Case, packed
@@ -74,6 +75,10 @@ def full() -> Iterator[Case]:
             for rows in _ROWS:
                 yield packed(((rows,) * 6, (1,) * 6), "kvcache", heads_q=8, heads_k=1, **one)
             yield packed(((33, 70), (1, 1)), "varlen", heads_q=4, heads_k=4, **one)
+    # Each row sees no key before its own.
+    for dim, half in itertools.product((64, 128), HALF):
+        for right in (0, 1):
+            yield packed(((3, 3), (1, 200)), "kvcache", dtype=half, head_dim=dim, window=(0, right))
     for index, options in enumerate(_TOGETHER):
         for number, dims in enumerate(_DIMS):
             yield _together(*dims, HALF[(index + number) % 2], **options)

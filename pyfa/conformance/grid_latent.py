@@ -49,6 +49,8 @@ _MANY: tuple[Mapping[str, Any], ...] = (
         "sinks": True,
         "num_splits": 3,
     },
+    # Fewer keys than rows: the first rows see none.
+    {"lengths": ((5, 5), (3, 70)), "heads_q": 32, "causal": True, "num_splits": 2},
     {
         "lengths": ((2, 2), (129, 255)),
         "heads_q": 20,

@@ -15,10 +15,10 @@ float64. The changes are expressed by the reference's own arguments:
 - to move δ by ε, it adds −ε to dLSE.
 
 ``out_deviation`` and ``gradients_deviation`` are part (h) of the rule: the standard deviation of
-each element of a float32 result that comes from independent roundings. The error of a rounding to nearest is spread evenly
-over an ulp, so its standard deviation is ulp/√12. Relative to a value with mantissa m, 1 ≤ m < 2,
-an ulp is 2⁻²³/m. Where values are spread evenly in their logarithm, the mean of m⁻² is 3/(8·ln 2):
-the deviation is √(3/(8·ln 2)/12)·2⁻²³ = 0.425·2⁻²⁴ of the value.
+each element of a float32 result that comes from independent roundings. The error of a rounding to
+nearest is spread evenly over an ulp, so its standard deviation is ulp/√12. Relative to a value with
+mantissa m, 1 ≤ m < 2, an ulp is 2⁻²³/m. Where values are spread evenly in their logarithm, the mean
+of m⁻² is 3/(8·ln 2): the deviation is √(3/(8·ln 2)/12)·2⁻²³ = 0.425·2⁻²⁴ of the value.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def gradients_deviation(
     score_gradients = reference.gradients(with_moved_scores(call, ()), dout, dlse)["dbias"]
     total = torch.zeros((), dtype=torch.float64)
     for b in range(call.batch):
-        q, k, v = (x.detach() for x in reference.operands(call, b))
+        q, k, _ = (x.detach() for x in reference.operands(call, b))
         scaled = torch.einsum("qhd,khd->hqk", q, _of_queries(k, q)) * call.scale
         flow = reference.operands(call._replace(q=dout.double()), b)[0]
         ds = score_gradients[b, :, : q.shape[0], : k.shape[0]]
@@ -230,12 +230,15 @@ def _of_queries(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def _by_keys(weights: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Return ``weights`` (H, rows, keys) by KV heads: (Hk, keys, rows of all heads of the
     group)."""
-    return weights.unflatten(0, (k.shape[1], -1)).flatten(1, 2).transpose(1, 2)
+    heads, rows, keys = weights.shape
+    return weights.reshape(k.shape[1], heads // k.shape[1] * rows, keys).transpose(1, 2)
 
 
 def _by_kv_heads(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Return ``x`` (rows, H, D) as (rows of all heads of the group, Hk, D)."""
-    return x.unflatten(1, (k.shape[1], -1)).permute(2, 0, 1, 3).flatten(0, 1)
+    rows, heads, dim = x.shape
+    by_heads = x.transpose(0, 1).reshape(k.shape[1], heads // k.shape[1] * rows, dim)
+    return by_heads.transpose(0, 1)
 
 
 def _summed(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
