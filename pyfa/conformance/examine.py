@@ -117,14 +117,14 @@ class Expected:
     def deviations(self) -> dict[str, torch.Tensor]:
         """Return the standard deviations of results whose yardsticks may be small by chance."""
         found = dict[str, torch.Tensor]()
-        if self.deviation is not None:
+        if not self.inputs.case.backward:
+            return found if self.deviation is None else {"out": self.deviation}
+        flows = _dout(self.inputs), _dlse(self.inputs)
+        if self.scores is not None and self.deviation is not None:
+            found = gradients_deviation(self.inputs, self.scores, *flows)
             found["out"] = self.deviation
-            if self.inputs.case.backward:
-                flows = _dout(self.inputs), _dlse(self.inputs)
-                found |= gradients_deviation(self.inputs, *flows)
         elif "dsinks" in self.ref:
             out, lse = self.ref["out"], self.ref["lse"]
-            flows = _dout(self.inputs), _dlse(self.inputs)
             found["dsinks"] = sinks_deviation(self.inputs.spec, out, lse, *flows)
         return found
 

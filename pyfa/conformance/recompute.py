@@ -24,7 +24,7 @@ of m⁻² is 3/(8·ln 2): the deviation is √(3/(8·ln 2)/12)·2⁻²³ = 0.425
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -122,6 +122,33 @@ def stored_out(call: Call, base: float = 1.0) -> torch.Tensor:
     return reference.attention(call, round_p=rounded)[0].to(dtype)
 
 
+class _Sequence(NamedTuple):
+    """One float32 sequence in float64: its operands, with keys and values of the query heads.
+    ``kept`` is P (H, rows, keys) after dropout, ``p`` before it; ``moved`` is the standard
+    deviation of their relative error, which a row shares with its LSE."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    lse: torch.Tensor
+    p: torch.Tensor
+    kept: torch.Tensor
+    moved: torch.Tensor
+
+
+def _sequences(inputs: Inputs, scores: list[InOrder]) -> Iterator[_Sequence]:
+    call = inputs.spec
+    for b, operands in enumerate(inputs.sequences):
+        q, k, v = (x.double() for x in operands)
+        lse = reference.one_sequence(call, b, q, k, v)[1]
+        kept = _probabilities(call, b, q, k)
+        p = _probabilities(call._replace(dropout_p=0.0), b, q, k) if call.dropout_p else kept
+        # The error of the terms that are added to q·k, and of the rounding of exp.
+        score = torch.where(p > 0.0, p.log() + lse[..., None], 0.0)
+        moved = (scores[b].deviation.square() + _ROUNDING**2 * (score.square() + 1.0)).sqrt()
+        yield _Sequence(q, _of_queries(k, q), _of_queries(v, q), lse, p, kept, moved)
+
+
 def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:
     """Return the standard deviation of each element of a float32 output. It results from the
     roundings of the scores and of the sums over the keys, all summed in order.
@@ -130,17 +157,10 @@ def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:
     rounding errors of their terms and partial sums.
     """
     call, found = inputs.spec, []
-    for b, (q, k, v) in enumerate(inputs.sequences):
-        q, k, v = q.double(), k.double(), v.double()
-        lse = reference.one_sequence(call, b, q, k, v)[1]
-        kept = _probabilities(call, b, q, k)
-        p = _probabilities(call._replace(dropout_p=0.0), b, q, k) if call.dropout_p else kept
-        v = _of_queries(v, q)
+    for s in _sequences(inputs, scores):
+        p, kept, v = s.p, s.kept, s.v
         out = torch.einsum("hqk,khd->hqd", kept, v)
-        # The error of the terms that are added to q·k, and of the rounding of exp.
-        score = torch.where(p > 0.0, p.log() + lse[..., None], 0.0)
-        moved = (scores[b].deviation.square() + _ROUNDING**2 * (score.square() + 1.0)).sqrt()
-        a, c = kept * moved, p * moved
+        a, c = kept * s.moved, p * s.moved
         square = torch.einsum("hqk,khd->hqd", a.square(), v.square())
         square -= 2.0 * out * torch.einsum("hqk,khd->hqd", a * c, v)
         square += out.square() * c.square().sum(-1, keepdim=True)
@@ -152,40 +172,90 @@ def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:
         total = (p.cumsum(-1) * adds).square().sum(-1, keepdim=True) + 1.0
         rounded = squares + several * (products + out.square() * total)
         square = square.clamp(min=0.0) + _ROUNDING**2 * rounded
-        found.append((square.sqrt().transpose(0, 1), lse))
+        found.append((square.sqrt().transpose(0, 1), s.lse))
     return reference.gathered(call, found, torch.float64)[0]
 
 
 def gradients_deviation(
-    inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None
+    inputs: Inputs, scores: list[InOrder], dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Return the standard deviation of each element of float32 gradients of q, k and v, from
-    rounding the products dS·K, dS·Q and P·dO and their sums in order: over the keys for dq, over
-    all rows of a group's heads for dk and dv."""
+    """Return the standard deviation of each element of float32 gradients of q, k, v and, if
+    present, of sinks.
+
+    P has the errors of the scores. dP and δ, of which dS = P·(dP − δ + dLSE), are summed over the
+    head dim in order; dQ = dS·K over the keys; dK = dSᵀ·Q and dV = Pᵀ·dO over the rows of all heads
+    of a group; and what each row adds to the gradient of a sink, exp(sink − L)·(dLSE − δ), over all
+    rows.
+    """
     call = inputs.spec
     leaves = {name: getattr(call, name).double().requires_grad_() for name in ("q", "k", "v")}
     placed = call._replace(**leaves)
     # A bias is added to the score, so its gradient is dS.
     score_gradients = reference.gradients(with_moved_scores(call, ()), dout, dlse)["dbias"]
-    total = torch.zeros((), dtype=torch.float64)
-    for b in range(call.batch):
-        q, k, _ = (x.detach() for x in reference.operands(call, b))
-        scaled = torch.einsum("qhd,khd->hqk", q, _of_queries(k, q)) * call.scale
+    total, of_sinks = torch.zeros((), dtype=torch.float64), list[_OfSinks]()
+    for b, s in enumerate(_sequences(inputs, scores)):
         flow = reference.operands(call._replace(q=dout.double()), b)[0]
-        ds = score_gradients[b, :, : q.shape[0], : k.shape[0]]
-        ds = ds * slope_of(call, b, scaled) * call.scale
-        p = _probabilities(call, b, q, k)
+        scaled = torch.einsum("qhd,khd->hqk", s.q, s.k) * call.scale
+        slope = slope_of(call, b, scaled) * call.scale
+        ds = score_gradients[b, :, : s.q.shape[0], : s.k.shape[0]] * slope
+        terms = (flow * torch.einsum("hqk,khd->qhd", s.kept, s.v)).transpose(0, 1)  # of δ
+        delta_squares = terms.square().sum(-1) + terms.cumsum(-1)[..., 1:].square().sum(-1)
+        from_delta = s.p.square() * delta_squares[..., None]
+        from_dp = s.kept.square() * _dot_squares(flow, s.v)
+        moved = (ds * s.moved).square() + (slope * _ROUNDING).square() * (from_dp + from_delta)
+        heads_k = call.k.shape[-2]
+        moved_k, moved_v = (_by_keys(x, heads_k) for x in (moved, (s.kept * s.moved).square()))
+        rows, flows = _by_kv_heads(s.q, heads_k), _by_kv_heads(flow, heads_k)
         squares = (
-            _summed(ds, _of_queries(k, q)),
-            _summed(_by_keys(ds, k), _by_kv_heads(q, k)),
-            _summed(_by_keys(p, k), _by_kv_heads(flow, k)),
+            _summed(ds, s.k, moved),
+            _summed(_by_keys(ds, heads_k), rows, moved_k),
+            _summed(_by_keys(s.kept, heads_k), flows, moved_v),
         )
         # What autograd adds up at the places of the operands is their squares.
         for x, square in zip(reference.operands(placed, b), squares, strict=True):
             total = total + (x * square.transpose(0, 1)).sum()
+        if call.sinks is not None:
+            of_sinks.append(_of_sinks(call, b, s, terms.sum(-1), delta_squares, dlse))
     total = total + sum(x[:0].sum() for x in leaves.values())
     found = torch.autograd.grad(total, list(leaves.values()))
-    return {f"d{name}": _ROUNDING * x.sqrt() for name, x in zip(leaves, found, strict=True)}
+    result = {f"d{name}": x.sqrt() for name, x in zip(leaves, found, strict=True)}
+    if of_sinks:
+        added, moved_terms = (torch.cat(x, dim=-1) for x in zip(*of_sinks, strict=True))
+        partial = _ROUNDING**2 * added.cumsum(-1).square().sum(-1)
+        result["dsinks"] = (partial + moved_terms.sum(-1)).sqrt()
+    return result
+
+
+class _OfSinks(NamedTuple):
+    """What each row adds to the gradients of the sinks, and the squares of the deviations of this,
+    (H, rows)."""
+
+    added: torch.Tensor
+    moved: torch.Tensor
+
+
+def _of_sinks(
+    call: Call,
+    b: int,
+    s: _Sequence,
+    delta: torch.Tensor,
+    delta_squares: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> _OfSinks:
+    assert call.sinks is not None
+    flow = -delta
+    if dlse is not None:
+        rows = call._replace(q=dlse.double().transpose(-1, -2)[..., None])
+        flow = flow + reference.operands(rows, b)[0][..., 0].T
+    exponent = call.sinks.double()[:, None] - s.lse
+    weight = torch.exp(exponent).where(s.lse > -torch.inf, 0.0)
+    exponent = exponent.where(weight > 0.0, 0.0)
+    # L has the errors of the scores, and is rounded, as are the exponent and exp.
+    relative = (s.p * s.moved).square().sum(-1)
+    lse = s.lse.where(weight > 0.0, 0.0)
+    relative += _ROUNDING**2 * (lse.square() + exponent.square() + 1.0)
+    moved = weight.square() * (flow.square() * relative + _ROUNDING**2 * delta_squares)
+    return _OfSinks(weight * flow, moved)
 
 
 def sinks_deviation(
@@ -227,26 +297,39 @@ def _of_queries(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
-def _by_keys(weights: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _by_keys(weights: torch.Tensor, heads_k: int) -> torch.Tensor:
     """Return ``weights`` (H, rows, keys) by KV heads: (Hk, keys, rows of all heads of the
     group)."""
     heads, rows, keys = weights.shape
-    return weights.reshape(k.shape[1], heads // k.shape[1] * rows, keys).transpose(1, 2)
+    return weights.reshape(heads_k, heads // heads_k * rows, keys).transpose(1, 2)
 
 
-def _by_kv_heads(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _by_kv_heads(x: torch.Tensor, heads_k: int) -> torch.Tensor:
     """Return ``x`` (rows, H, D) as (rows of all heads of the group, Hk, D)."""
     rows, heads, dim = x.shape
-    by_heads = x.transpose(0, 1).reshape(k.shape[1], heads // k.shape[1] * rows, dim)
-    return by_heads.transpose(0, 1)
+    return x.transpose(0, 1).reshape(heads_k, heads // heads_k * rows, dim).transpose(0, 1)
 
 
-def _summed(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the squares of the products ``weights`` (H, N, M) · ``values`` (M, H, D) and of their
-    partial sums over M in order: (H, N, D)."""
-    adds = (weights != 0.0) & ((weights != 0.0).cumsum(-1) > 1)
-    products = torch.einsum("hnm,mhd->hnd", weights.square(), values.square())
-    return products + _partial_squares(weights, values, adds)
+def _summed(weights: torch.Tensor, values: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+    """Return the squares of the deviations of ``weights`` (H, N, M) · ``values`` (M, H, D), summed
+    over M in order: (H, N, D). ``moved`` are the squares of the weights' own deviations."""
+    some = weights != 0.0
+    partial = _partial_squares(weights, values, some & (some.cumsum(-1) > 1))
+    terms = moved + _ROUNDING**2 * weights.square()
+    return _ROUNDING**2 * partial + torch.einsum("hnm,mhd->hnd", terms, values.square())
+
+
+def _dot_squares(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the squares of all products and partial sums of ``left`` (rows, H, D) ·
+    ``right`` (keys, H, D) over D in order, (H, rows, keys)."""
+    left, right = left.permute(1, 0, 2)[:, :, None], right.permute(1, 0, 2)[:, None]
+    total = left[..., 0] * right[..., 0]
+    squares = total.square()
+    for d in range(1, left.shape[-1]):
+        product = left[..., d] * right[..., d]
+        total = total + product
+        squares += total.square() + product.square()
+    return squares
 
 
 def _partial_squares(
