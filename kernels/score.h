@@ -94,3 +94,16 @@ DEVICE float bias_of(const Terms &terms, int key) {
   return size == 4 ? bias_of<4>(terms, key)
                    : size == 1 ? bias_of<1>(terms, key) : bias_of<2>(terms, key);
 }
+
+// The score `x` with the bias of one key. What a boolean one masks is -inf whatever `x` is: the key may be NaN.
+template <int size>
+DEVICE float biased(const Terms &terms, float x, int key) {
+  float bias = bias_of<size>(terms, key);
+  return size == 1 && bias < 0.0f ? bias : x + bias;
+}
+
+DEVICE float biased(const Terms &terms, float x, int key) {
+  int size = size_of_bias(terms.bias_type);
+  return size == 4 ? biased<4>(terms, x, key)
+                   : size == 1 ? biased<1>(terms, x, key) : biased<2>(terms, x, key);
+}

@@ -102,7 +102,7 @@ DEVICE void finish(Acc &s, const Params &p, const Sequence &sequence, const Bloc
     if constexpr (kBiased) {
       for (int r = 0; r < 4; ++r) s[r] = score(terms, s[r], distance + r, derivative);
       if (terms.bias) {
-        for (int r = 0; r < 4; ++r) s[r] += bias_of(terms, min(key + r, b.stop - 1));
+        for (int r = 0; r < 4; ++r) s[r] = biased(terms, s[r], min(key + r, b.stop - 1));
       }
     } else {
       for (int r = 0; r < 4; ++r) s[r] = capped(terms, s[r], derivative);

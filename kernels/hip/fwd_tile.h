@@ -527,11 +527,11 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
         each(s, n, key0, [&](float x, int key) { return x + alibi(terms, key - row - c.s.shift); });
       int size = p.bias_type ? size_of_bias(p.bias_type) : 0;
       if (size == 1)
-        each(s, n, key0, [&](float x, int key) { return x + bias_of<1>(terms, min(key, last)); });
+        each(s, n, key0, [&](float x, int key) { return biased<1>(terms, x, min(key, last)); });
       else if (size == 2)
-        each(s, n, key0, [&](float x, int key) { return x + bias_of<2>(terms, min(key, last)); });
+        each(s, n, key0, [&](float x, int key) { return biased<2>(terms, x, min(key, last)); });
       else if (size == 4)
-        each(s, n, key0, [&](float x, int key) { return x + bias_of<4>(terms, min(key, last)); });
+        each(s, n, key0, [&](float x, int key) { return biased<4>(terms, x, min(key, last)); });
     }
 #ifdef HAS_SCORE_MOD
   if (SCORE == SCORE_MOD)

@@ -206,8 +206,8 @@ class Case:
         if self.hostile == "padding=inf":
             return not self.rotary and "float8" not in "".join(self.dtypes)
         pairs = zip(self.lengths_q, self.lengths_k, strict=False)
-        unknown = self.dropout_p or self.bias or self.rotary or self.shared or self.dlse
-        unknown = unknown or self.score_mod or self.mask_mod or self.block_mask or self.tree
+        unknown = self.dropout_p or self.rotary or self.shared or self.dlse or self.tree
+        unknown = unknown or self.bias not in ("", "bool") or self.score_mod or self.block_mask
         if "float8" in "".join(self.dtypes):
             unknown = unknown or "inf" in self.hostile  # which the format does not have
         if self.hostile.startswith(("q=", "k=")) and "inf" in self.hostile:

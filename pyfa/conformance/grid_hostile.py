@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,9 +42,9 @@ def quick() -> Iterator[Case]:
 
 
 def full() -> Iterator[Case]:
-    """Return cases with a NaN among new keys and values, and cases with a NaN in V where a sink is
-    so much larger than all scores of some rows that the factor of their outputs is 0 in float32. 0
-    · NaN is NaN."""
+    """Return cases with a NaN among new keys and values; with a NaN in V where a sink is so much
+    larger than all scores of some rows that the factor of their outputs is 0 in float32 (0 · NaN is
+    NaN); and with a NaN in keys that a boolean bias or a mask_mod hides from some rows."""
     for element in ("k=nan", "v=nan"):
         yield packed(((4, 4), (71, 80)), "kvcache", new_keys=5, hostile=element)
     fields: dict[str, Any] = {"sinks": True, "recipe": "mixed", "hostile": "v=nan"}
@@ -54,3 +55,16 @@ def full() -> Iterator[Case]:
     yield packed(((104, 104), (176, 193)), "kvcache", heads_k=1, **fields)
     yield packed(((2, 2), (176, 193)), "kvcache", num_splits=3, **group)
     yield packed(((65, 65), (300, 193)), "kvcache", num_splits=3, causal=True, **group)
+    hidden: dict[str, Any] = {"hostile": "k=nan", "heads_q": 4, "heads_k": 2}
+    for index, (dim, half) in enumerate(itertools.product((64, 96, 128, 192, 256), HALF)):
+        fields = {"head_dim": dim, "dtype": half, "bias": "bool", **hidden}
+        terms: dict[str, Any] = {"alibi": "heads"} if index % 2 else {}
+        yield dense(65, 97, backward=True, **fields)
+        yield dense(70, 200, alibi="heads", causal=index % 4 > 1, **fields)
+        yield packed(((3, 3), (97, 130)), "kvcache", **terms, **fields)
+    yield packed(((33, 65), (97, 130)), "varlen", bias="bool", softcap=5.0, **hidden)
+    yield dense(40, 60, dtype="float32", bias="bool", backward=True, **hidden)
+    for element in ("q=nan", "k=nan", "v=nan"):
+        masked = {**hidden, "hostile": element}
+        yield dense(65, 97, mask_mod="dilated", backward=True, **masked)
+        yield packed(((2, 2), (97, 130)), "kvcache", mask_mod="documents", **masked)

@@ -2,9 +2,9 @@
 affect.
 
 ``Case.hostile`` may be "q=nan" or similar: one element of q, k or v is then NaN or inf, and half of
-the rows see it if there is a mask. Or it is "padding=inf": inf then replaces the NaN around every
-tensor. The reference is computed without the hostile element. This module defines the element's
-effect, as the guide does under "NaN and inf":
+the rows see it if there is a mask. A boolean bias or a mask_mod may hide it from others. Or it is
+"padding=inf": inf then replaces the NaN around every tensor. The reference is computed without the
+hostile element. This module defines the element's effect, as the guide does under "NaN and inf":
 
 - a row that sees a NaN in q or k has NaN in its output and its LSE. A score of +inf counts as NaN,
   a score of −inf as masked. So if all scores of a row are −inf, its LSE is its sink, if there is
@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 import torch
 
+from .. import mods, reference
+from ..mods.evaluate import evaluate
 from .cases import Case
 from .inputs import Inputs, Placed, Sequence
 
@@ -113,14 +115,23 @@ def marks(inputs: Inputs) -> dict[str, Marks]:
     if spec.attention_chunk:
         chunk = torch.arange(keys) // spec.attention_chunk
         seen &= chunk == (torch.arange(keys) - distance) // spec.attention_chunk
+    seen = seen.expand(case.heads_q, rows, keys)
+    if spec.bias is not None:
+        of_batch = spec.bias[place.b if spec.bias.shape[0] > 1 else 0, :, :rows, :keys]
+        seen = seen & of_batch
+    modified = mods.of(spec.mods) if spec.mods else None
+    if modified is not None and modified.mask is not None:
+        zeros = torch.zeros(case.heads_q, rows, keys)
+        places = {"score": zeros, **reference.places_of(spec, place.b, rows, keys, case.heads_q)}
+        seen = seen & evaluate(modified.mask, places, spec.captured)[0]
     group = case.heads_q // case.heads_k
     if place.name == "q":
         heads, head_k = [place.head], place.head // group
-        hit = seen.any(1) & (torch.arange(rows) == place.at)
+        hit = seen.any(-1) & (torch.arange(rows) == place.at)
     else:
         heads, head_k = list(range(place.head * group, (place.head + 1) * group)), place.head
-        hit = seen[:, place.at]
-    hit_keys = seen[hit].any(0)
+        hit = seen[:, :, place.at]
+    hit_keys = torch.stack([seen[head][hit[head]].any(0) for head in heads]).any(0)
 
     def own(mask: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
         """Return the part of ``mask`` that belongs to the sequence, from its first row on."""
@@ -129,7 +140,7 @@ def marks(inputs: Inputs) -> dict[str, Marks]:
     def of_rows(which: torch.Tensor, shape: tuple[int, ...], d: slice) -> torch.Tensor:
         mask = torch.zeros(shape, dtype=torch.bool)
         for head in heads:
-            own(mask, spec.cu_seqlens_q)[:rows, head, d] |= which[:, None]
+            own(mask, spec.cu_seqlens_q)[:rows, head, d] |= which[head, :, None]
         return mask
 
     def of_keys(which: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

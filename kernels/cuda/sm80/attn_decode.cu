@@ -92,7 +92,7 @@ DEVICE void finish(float (&s)[4], const Params &p, const Sequence &sequence, con
       terms.slope = packed_row.slope;
       float derivative;
       s[r] = score(terms, s[r], distance, derivative);
-      if (terms.bias) s[r] += bias_of(terms, min(key, b.stop - 1));
+      if (terms.bias) s[r] = biased(terms, s[r], min(key, b.stop - 1));
       s[r] *= kLog2E;
     }
     if (BANDED && masked) {

@@ -266,11 +266,11 @@ DEVICE void add_terms(const Warp &w, Scores &s, int first) {
         each(s, b, h, first, [&](float x, int key) { return x + alibi(terms, key - diagonal); });
       int size = p.bias_type ? size_of_bias(p.bias_type) : 0;
       if (size == 1)
-        each(s, b, h, first, [&](float x, int key) { return x + bias_of<1>(terms, min(key, last)); });
+        each(s, b, h, first, [&](float x, int key) { return biased<1>(terms, x, min(key, last)); });
       else if (size == 2)
-        each(s, b, h, first, [&](float x, int key) { return x + bias_of<2>(terms, min(key, last)); });
+        each(s, b, h, first, [&](float x, int key) { return biased<2>(terms, x, min(key, last)); });
       else if (size == 4)
-        each(s, b, h, first, [&](float x, int key) { return x + bias_of<4>(terms, min(key, last)); });
+        each(s, b, h, first, [&](float x, int key) { return biased<4>(terms, x, min(key, last)); });
 #ifdef HAS_MASK_MOD
       each(s, b, h, first, [&](float x, int key) { return is_seen(at, row, key) ? x : -INFINITY_F; });
 #endif
