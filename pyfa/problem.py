@@ -488,9 +488,16 @@ def has_bias_tiles(call: Call) -> bool:
     return last == 1 and 0 < steps[-1] < 1 << 24 and aligned
 
 
-def has_bias_fours(call: Call) -> bool:
-    """Return whether the keys of the bias are whole groups of four."""
-    return call.bias is not None and call.bias.shape[-1] % 4 == 0
+def bias_fours_of(call: Call) -> str:
+    """Return the dtype of the bias if four neighboring keys of any of its rows, which query rows
+    may share, can be loaded at once, else "". The keys are then whole groups of four."""
+    bias = call.bias
+    if bias is None or call.tree or bias.shape[-1] % 4 or bias.data_ptr() % 16:
+        return ""
+    *steps, last = (step if n > 1 else 0 for step, n in zip(bias.stride(), bias.shape, strict=True))
+    # Offsets of 32 rows of float32 are 32-bit.
+    fits = last == 1 and 0 <= steps[-1] < 1 << 23 and not any(step % 4 for step in steps)
+    return _name(bias.dtype) if fits else ""
 
 
 def are_on_16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> bool:
@@ -517,7 +524,7 @@ class Problem:
     scale is above 0 in float32, as kernels that scale after masking require. ``dtype`` is q's;
     ``dtype_k`` (of k and v) and ``dtype_out`` are "" if they are the same. ``scales``: how many
     rows of k share one float8 scale, or 0 if all rows of a head of a sequence share one.
-    ``bias_tiles`` and ``bias_fours``: the results of ``has_bias_tiles`` and ``has_bias_fours``.
+    ``bias_tiles`` and ``bias_fours``: the results of ``has_bias_tiles`` and ``bias_fours_of``.
     ``window``: the number of keys in a row's window, 0 if the window has no bound on one side.
     ``mods``: the digest of its score_mod and mask_mod, "" without them. ``described`` is a text for
     messages and is not compared.
@@ -541,7 +548,7 @@ class Problem:
     dtype_out: str = ""
     scales: int = 0
     bias_tiles: bool = False
-    bias_fours: bool = False
+    bias_fours: str = ""
     window: int = 0
     mods: str = ""
     described: str = field(default="", compare=False)
@@ -596,7 +603,7 @@ def problem_of(
         dtype_out=_name(call.dtype_of_out()) if call.dtype_of_out() != call.q.dtype else "",
         scales=scales_of(call.k_descale, call.k),
         bias_tiles=has_bias_tiles(call),
-        bias_fours=has_bias_fours(call),
+        bias_fours=bias_fours_of(call),
         window=window_of(call),
         mods=call.mods,
         described=describe(call, needs_grad, bias_grad, device),

@@ -11,7 +11,7 @@
 #error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, SCORE, PAGED, MMA, BLOCK_K and WAVES"
 #endif
 
-#include "fwd_tile.h"
+#include "fwd_terms.h"
 #ifndef MOD
 #define KERNEL_PARAMS Params
 #endif

@@ -130,6 +130,10 @@ def _cases() -> Iterator[Case]:
             yield from _added(of_pair | term)
     for pair, half in itertools.product(_PAGED, HALF):
         yield from _plain_pages({"head_dim": pair[0], "dtype": half, "recipe": "mixed"})
+    # A bias that query rows share.
+    for pair, half in itertools.product(_ADDED, HALF):
+        yield dense(65, 200, 1, bias="keys_like_q", window=(100, 20), **_GROUPS,
+                    head_dim=pair[0], dtype=half, recipe="mixed")  # fmt: skip
 
 
 def _added(shape: Shape) -> Iterator[Case]:

@@ -52,6 +52,10 @@ CASES = {
     "bias, 128": Case(
         dtype="bfloat16", lengths_q=(70,), lengths_k=(264,), bias="full", causal=True, head_dim=128,
     ),
+    "shared bias": Case(
+        dtype="bfloat16", lengths_q=(140,), lengths_k=(200,), bias="keys_like_q", heads_q=2,
+        heads_k=1,
+    ),
     "ALiBi": Case(
         dtype="bfloat16", lengths_q=(140,), lengths_k=(201,), alibi="batch", window=(-1, 90),
     ),
@@ -136,6 +140,12 @@ FAULTS = {
     ),
     "bias of neighboring keys": ("bias", "(t * MMA + 8 * j) * 2, 0, 0)",
                                  "(t * MMA + 4 * j) * 2, 0, 0)"),
+    "a bias that rows share not loaded": (
+        "shared bias", "left > 0 && rows > 0 ?", "left > 0 && rows > 0 && row_bytes > 0 ?",
+    ),
+    "a bias that rows share, in rows": (
+        "shared bias", "row_bytes = (int)c.p.bias_row * 2", "row_bytes = (int)c.p.seqlen_k * 2",
+    ),
     "bias of the first wavefront's rows": (
         "bias", "state.addend.begin(c, wave_row);", "state.addend.begin(c, first_row);",
     ),
@@ -287,7 +297,7 @@ def test_at_most_seventy_plans():
     [
         (forward.BIAS, {"bias": torch.zeros(1, 2, 40, 72, dtype=torch.bfloat16)}),
         (GENERAL, {"bias": torch.zeros(1, 2, 40, 72)}),  # in float32
-        (GENERAL, {"bias": torch.zeros(1, 2, 1, 72, dtype=torch.bfloat16)}),  # rows share it
+        (forward.BIAS, {"bias": torch.zeros(1, 2, 1, 72, dtype=torch.bfloat16)}),  # rows share it
         (GENERAL, {"bias": torch.zeros(1, 2, 40, 72, dtype=torch.bfloat16), "scale": -0.1}),
         (forward.ALIBI, {"alibi_slopes": torch.ones(2), "causal": True}),
         (GENERAL, {"alibi_slopes": torch.ones(2), "softcap": 9.0}),

@@ -9,7 +9,15 @@ import torch
 
 from ... import abi, sizes
 from ...plan import Plan
-from ...problem import Append, Call, are_on_16, form_of, has_bias_tiles, tensors_of
+from ...problem import (
+    Append,
+    Call,
+    are_on_16,
+    bias_fours_of,
+    form_of,
+    has_bias_tiles,
+    tensors_of,
+)
 from ...sizes import Extent, Totals
 from ..base import OtherAlignment, Run
 from ..common.program import Params, Program, count, for_any_total, like, run_of
@@ -131,9 +139,10 @@ def _bind(
     elif count(out[0]) or count(lse[0]):
         gaps.add_forward(launch, program, call, out, lse if has_lse else None)
     started = launch.launch_of(program, (*inputs, *by_list.of(call)))
-    # A bias that is copied in tiles is the next input and must be aligned, too. Other kernels that
-    # read a bias may rely on this.
-    runs = run_of(program, started, launch.empty, 4 if has_bias_tiles(call) else 3)
+    # A bias that is copied in tiles or loaded in fours is the next input and must be aligned, too.
+    # Other kernels that read a bias may rely on this.
+    of_units = has_bias_tiles(call) or bias_fours_of(call)
+    runs = run_of(program, started, launch.empty, 4 if of_units else 3)
     if not by_list.names:
         return runs
     lists_of = by_list.bound(call, form)
