@@ -32,7 +32,7 @@ import torch
 from .. import reference
 from ..problem import Call
 from .inputs import Inputs, mod_slope
-from .tolerances import FLUSHED
+from .tolerances import DEVIATIONS, FLUSHED
 
 # The standard deviation of a rounding to float32, as a share of the value.
 _ROUNDING = math.sqrt(3.0 / (8.0 * math.log(2.0)) / 12.0) * 2.0**-23
@@ -40,10 +40,12 @@ _ROUNDING = math.sqrt(3.0 / (8.0 * math.log(2.0)) / 12.0) * 2.0**-23
 
 class InOrder(NamedTuple):
     """The float32 scores of one sequence, each summed in order: their errors and the standard
-    deviation of such errors, (H, rows, keys) in float64."""
+    deviation of such errors, (H, rows, keys) in float64. ``slope`` is how much such errors may
+    change the slope of the score: by more than a rounding beside a kink of a score_mod."""
 
     error: torch.Tensor
     deviation: torch.Tensor
+    slope: torch.Tensor
 
 
 def in_order(inputs: Inputs) -> list[InOrder] | None:
@@ -182,10 +184,10 @@ def gradients_deviation(
     """Return the standard deviation of each element of float32 gradients of q, k, v and, if
     present, of sinks.
 
-    P has the errors of the scores. dP and δ, of which dS = P·(dP − δ + dLSE), are summed over the
-    head dim in order; dQ = dS·K over the keys; dK = dSᵀ·Q and dV = Pᵀ·dO over the rows of all heads
-    of a group; and what each row adds to the gradient of a sink, exp(sink − L)·(dLSE − δ), over all
-    rows.
+    P has the errors of the scores, and so has the slope of a score_mod. dP and δ, of which dS =
+    P·(dP − δ + dLSE), are summed over the head dim in order; dQ = dS·K over the keys; dK = dSᵀ·Q
+    and dV = Pᵀ·dO over the rows of all heads of a group; and what each row adds to the gradient of
+    a sink, exp(sink − L)·(dLSE − δ), over all rows.
     """
     call = inputs.spec
     leaves = {name: getattr(call, name).double().requires_grad_() for name in ("q", "k", "v")}
@@ -193,16 +195,18 @@ def gradients_deviation(
     # A bias is added to the score, so its gradient is dS.
     score_gradients = reference.gradients(with_moved_scores(call, ()), dout, dlse)["dbias"]
     total, of_sinks = torch.zeros((), dtype=torch.float64), list[_OfSinks]()
-    for b, s in enumerate(_sequences(inputs, scores)):
+    for b, (s, in_order) in enumerate(zip(_sequences(inputs, scores), scores, strict=True)):
         flow = reference.operands(call._replace(q=dout.double()), b)[0]
         scaled = torch.einsum("qhd,khd->hqk", s.q, s.k) * call.scale
         slope = slope_of(call, b, scaled) * call.scale
-        ds = score_gradients[b, :, : s.q.shape[0], : s.k.shape[0]] * slope
+        of_score = score_gradients[b, :, : s.q.shape[0], : s.k.shape[0]]
+        ds = of_score * slope
         terms = (flow * torch.einsum("hqk,khd->qhd", s.kept, s.v)).transpose(0, 1)  # of δ
         delta_squares = terms.square().sum(-1) + terms.cumsum(-1)[..., 1:].square().sum(-1)
         from_delta = s.p.square() * delta_squares[..., None]
         from_dp = s.kept.square() * _dot_squares(flow, s.v)
         moved = (ds * s.moved).square() + (slope * _ROUNDING).square() * (from_dp + from_delta)
+        moved += (of_score * in_order.slope * call.scale).square()
         heads_k = call.k.shape[-2]
         moved_k, moved_v = (_by_keys(x, heads_k) for x in (moved, (s.kept * s.moved).square()))
         rows, flows = _by_kv_heads(s.q, heads_k), _by_kv_heads(flow, heads_k)
@@ -385,7 +389,9 @@ def _in_order(
     # The roundings of the partial sums, of the products, and of the multiplication by the scale.
     squares = squares + torch.einsum("qhd,khd->hqk", q.square(), k.square())
     deviation = _ROUNDING * (squares * call.scale**2 + exact.square()).sqrt()
-    return InOrder(error * slope, deviation * slope.abs())
+    moved = (slope_of(call, b, exact + way * DEVIATIONS * deviation) for way in (1.0, -1.0))
+    kink = torch.stack([(x - slope).abs() for x in moved]).amax(0)
+    return InOrder(error * slope, deviation * slope.abs(), kink)
 
 
 def slope_of(call: Call, b: int, scaled: torch.Tensor) -> torch.Tensor:

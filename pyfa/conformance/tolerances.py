@@ -112,7 +112,8 @@ Float32 gradients of q, k, v and sinks have a σ as well (``recompute.gradients_
 the errors of P and of dS, and from sums in order over the keys for dq, over the rows of all heads
 of a group for dk and dv, and over all rows for sinks. If a sum of 640 rows is large, its roundings
 alone reach several ulps of the largest element. For the median float32 gradient of the quick level,
-σ changes neither bound. On average it makes them 3 % larger.
+σ changes neither bound. On average it makes them 3 % larger. If the error of a score may take it
+across a kink of a score_mod, where the slope jumps, σ contains the jump.
 
 A float32 output's σ affects gradients, too. The stored output in (c) has an error of at least σ. In
 exp(sink − L) no score shares the error of L, so a gradient of sinks has the whole error that L gets

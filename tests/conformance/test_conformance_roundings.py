@@ -58,6 +58,10 @@ GRADIENTS = (
          window=(1, -2), sinks=True, used_q=True),
     Case(dtype="float32", lengths_q=(80, 80), lengths_k=(80, 80), heads_q=8, heads_k=1,
          head_dim=128, head_dim_v=3, backward=True, causal=True, softcap=2.0, recipe="growing"),
+    # One float32 score lies on the other side of a kink of the score_mod than the exact score.
+    Case(dtype="float32", lengths_q=(80,) * 5, lengths_k=(28,) * 5, heads_q=8, heads_k=1,
+         head_dim=128, head_dim_v=128, backward=True, dlse="only", layout="unaligned",
+         score_mod="bounded"),
 )  # fmt: skip
 SINKS = Case(dtype="float32", lengths_q=(2, 2), lengths_k=(10, 10), head_dim=256, backward=True,
              dlse="only", sinks=True, dropout_p=0.1, recipe="growing")  # fmt: skip
@@ -342,3 +346,14 @@ def test_a_deviation_bounds_what_naive_has_by_chance() -> None:
         assert (
             "mean" not in judge("out", (ref + error).float(), ref, ref, **kept).message
         ) is passes
+
+
+def test_a_slope_is_uncertain_beside_a_kink_only() -> None:
+    """The kinks of "bounded" are few: a wrong slope elsewhere is more than σ."""
+    (inputs,) = (build(case) for case in GRADIENTS if case.score_mod)
+    found = recompute.in_order(inputs) or []
+    uncertain = sum(int((x.slope > 0.01).sum()) for x in found)
+    assert 0 < uncertain < 10
+    assert sum(x.slope.numel() for x in found) == 5 * 8 * 80 * 28
+    smooth = build(replace(inputs.case, score_mod="softcap"))
+    assert max(float(x.slope.max()) for x in recompute.in_order(smooth) or []) < 1e-4
