@@ -199,7 +199,8 @@ def instructions(data: bytes) -> list[tuple[int, int, Decoded]]:
 
 @pytest.mark.parametrize("plan", SAMPLE, ids=str)
 def test_each_nop_that_is_shortened_is_found(plan: Plan) -> None:
-    """Of the compiler's, which has none too many: one finding each, that spans it."""
+    """Of the compiler's, which has none too many: a finding spans each, and each finding one. A nop
+    may stand between two pairs of instructions."""
     if native.why_unavailable() or code.why_unavailable():
         pytest.skip("no compiler for the kernels")
     data = bytearray(code.load(plan, "gfx942").data)
@@ -213,7 +214,8 @@ def test_each_nop_that_is_shortened_is_found(plan: Plan) -> None:
     found = hazards.check(bytes(data))
     for at in shortened:
         assert any((one.first or 0) < at < one.second for one in found), hex(at)
-    assert len(found) == len(shortened)
+    for one in found:
+        assert any((one.first or 0) < at < one.second for at in shortened), one
     assert all(one.have == one.need - 1 for one in found)
 
 
