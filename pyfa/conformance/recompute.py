@@ -195,7 +195,7 @@ def gradients_deviation(
     # A bias is added to the score, so its gradient is dS.
     score_gradients = reference.gradients(with_moved_scores(call, ()), dout, dlse)["dbias"]
     total, of_sinks = torch.zeros((), dtype=torch.float64), list[_OfSinks]()
-    for b, (s, in_order) in enumerate(zip(_sequences(inputs, scores), scores, strict=True)):
+    for b, (s, of_s) in enumerate(zip(_sequences(inputs, scores), scores, strict=True)):
         flow = reference.operands(call._replace(q=dout.double()), b)[0]
         scaled = torch.einsum("qhd,khd->hqk", s.q, s.k) * call.scale
         slope = slope_of(call, b, scaled) * call.scale
@@ -206,7 +206,7 @@ def gradients_deviation(
         from_delta = s.p.square() * delta_squares[..., None]
         from_dp = s.kept.square() * _dot_squares(flow, s.v)
         moved = (ds * s.moved).square() + (slope * _ROUNDING).square() * (from_dp + from_delta)
-        moved += (of_score * in_order.slope * call.scale).square()
+        moved += (of_score * of_s.slope * call.scale).square()
         heads_k = call.k.shape[-2]
         moved_k, moved_v = (_by_keys(x, heads_k) for x in (moved, (s.kept * s.moved).square()))
         rows, flows = _by_kv_heads(s.q, heads_k), _by_kv_heads(flow, heads_k)

@@ -96,7 +96,7 @@ def fallbacks(plan: Plan) -> list[Plan]:
 def _alone(problem: Problem) -> int:
     """Return the score class of a term alone to which products are added, else ``GENERAL``."""
     if problem.features - {"bias_grad"} <= _SIMPLE | {"bias"}:
-        return BIAS if problem.bias_fours == problem.dtype else GENERAL
+        return BIAS if problem.bias_fours else GENERAL
     return ALIBI if problem.features <= _SIMPLE | {"alibi"} else GENERAL
 
 
