@@ -40,12 +40,12 @@ _ROUNDING = math.sqrt(3.0 / (8.0 * math.log(2.0)) / 12.0) * 2.0**-23
 
 class InOrder(NamedTuple):
     """The float32 scores of one sequence, each summed in order: their errors and the standard
-    deviation of such errors, (H, rows, keys) in float64. ``slope`` is how much such errors may
-    change the slope of the score: by more than a rounding beside a kink of a score_mod."""
+    deviation of such errors, (H, rows, keys) in float64. ``scaled`` is that of scaled q·k, before
+    the softcap and the score_mod."""
 
     error: torch.Tensor
     deviation: torch.Tensor
-    slope: torch.Tensor
+    scaled: torch.Tensor
 
 
 def in_order(inputs: Inputs) -> list[InOrder] | None:
@@ -206,7 +206,9 @@ def gradients_deviation(
         from_delta = s.p.square() * delta_squares[..., None]
         from_dp = s.kept.square() * _dot_squares(flow, s.v)
         moved = (ds * s.moved).square() + (slope * _ROUNDING).square() * (from_dp + from_delta)
-        moved += (of_score * of_s.slope * call.scale).square()
+        if call.softcap or call.mods:
+            change = change_of_slope(call, b, scaled, of_s.scaled)
+            moved += (of_score * change * call.scale).square()
         heads_k = call.k.shape[-2]
         moved_k, moved_v = (_by_keys(x, heads_k) for x in (moved, (s.kept * s.moved).square()))
         rows, flows = _by_kv_heads(s.q, heads_k), _by_kv_heads(flow, heads_k)
@@ -389,9 +391,7 @@ def _in_order(
     # The roundings of the partial sums, of the products, and of the multiplication by the scale.
     squares = squares + torch.einsum("qhd,khd->hqk", q.square(), k.square())
     deviation = _ROUNDING * (squares * call.scale**2 + exact.square()).sqrt()
-    moved = (slope_of(call, b, exact + way * DEVIATIONS * deviation) for way in (1.0, -1.0))
-    kink = torch.stack([(x - slope).abs() for x in moved]).amax(0)
-    return InOrder(error * slope, deviation * slope.abs(), kink)
+    return InOrder(error * slope, deviation * slope.abs(), deviation)
 
 
 def slope_of(call: Call, b: int, scaled: torch.Tensor) -> torch.Tensor:
@@ -402,3 +402,13 @@ def slope_of(call: Call, b: int, scaled: torch.Tensor) -> torch.Tensor:
     # The cap flattens what comes through it.
     capped = torch.tanh(scaled / call.softcap)
     return (1.0 - capped.square()) * mod_slope(call, b, call.softcap * capped)
+
+
+def change_of_slope(
+    call: Call, b: int, scaled: torch.Tensor, deviation: torch.Tensor
+) -> torch.Tensor:
+    """Return how much an error of ``DEVIATIONS`` deviations in ``scaled`` may change ``slope_of``:
+    by more than a rounding beside a kink of a score_mod."""
+    slope = slope_of(call, b, scaled)
+    moved = (slope_of(call, b, scaled + way * deviation) for way in (DEVIATIONS, -DEVIATIONS))
+    return torch.stack([(each - slope).abs() for each in moved]).amax(0)
