@@ -25,7 +25,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,27 +60,30 @@ class Of(dict[tuple[str, str, str], int]):
         self[key] = self.get(key, 0) + count
 
 
-@functools.cache  # for both levels: a second or more each
-def _places(plan: Plan) -> list[source_lines.Place]:
-    return source_lines.places(plan, ARCH, runtime_emulator.program(code.load(plan, ARCH).data))
-
-
-def left_of(plan: Plan, addresses: frozenset[int]) -> tuple[Of, list[str]]:
-    """What is left of the code object of ``plan``, and the reasons that it refutes."""
+def left_of(plan: Plan, of_levels: Sequence[frozenset[int]]) -> list[tuple[Of, list[str]]]:
+    """For the addresses that each level executes: what is left of the code object of ``plan``, and
+    the reasons that it refutes."""
     found = code.load(plan, ARCH)
     program = runtime_emulator.program(found.data)
     kernel, decoded = found.kernel.name, program.kernel(found.kernel.name).code
-    of = Of()
-    if not addresses:
-        of.add((kernel, "", NOT_LAUNCHED), len(decoded.names))
-        return of, []
-    explained = unreached.Explained(plan, decoded, _places(plan))
-    for each in unreached.left(decoded, addresses):
-        rule = explained.reason(each)
-        key = (rule.kind, rule.reason) if rule else ("", explained.way_in(each))
-        of.add((kernel, *key), each.count)
-    refuted = explained.refuted(addresses)
-    return of, [f"{plan}: {rule.reason} ({rule.machine or rule.lines[0]})" for rule in refuted]
+
+    @functools.cache  # a second or more
+    def explained() -> unreached.Explained:
+        return unreached.Explained(plan, decoded, source_lines.places(plan, ARCH, program))
+
+    def left(addresses: frozenset[int]) -> tuple[Of, list[str]]:
+        of = Of()
+        if not addresses:
+            of.add((kernel, "", NOT_LAUNCHED), len(decoded.names))
+            return of, []
+        for each in unreached.left(decoded, addresses):
+            rule = explained().reason(each)
+            key = (rule.kind, rule.reason) if rule else ("", explained().way_in(each))
+            of.add((kernel, *key), each.count)
+        refuted = explained().refuted(addresses)
+        return of, [f"{plan}: {rule.reason} ({rule.machine or rule.lines[0]})" for rule in refuted]
+
+    return [left(addresses) for addresses in of_levels]
 
 
 def rows_of(ran: list[Ran], static: dict[str, Covered], of: Of) -> list[dict[str, Any]]:
@@ -195,20 +198,25 @@ def measured(
         for digest, covered in pool.map(executed.static_of, plans):
             static[digest] = covered
             digests.append(digest)
-        covered, left, refuted = {}, Of(), list[str]()
+        passed, executed_of = dict[str, list[Ran]](), list[dict[str, set[int]]]()
         for name in dict.fromkeys(("quick", level)):
-            some = [one for one in ran if name != "quick" or one.case.name in quick]
-            passed = [one for one in some if one.status == PASSED]
-            sets = executed.addresses(passed)
-            addresses = [frozenset(sets[digest]) for digest in digests]
-            left, refuted = Of(), []
-            for of, bad in pool.map(left_of, plans, addresses):
+            some = (one for one in ran if name != "quick" or one.case.name in quick)
+            passed[name] = [one for one in some if one.status == PASSED]
+            executed_of.append(executed.addresses(passed[name]))
+        of_levels = [tuple(frozenset(sets[digest]) for sets in executed_of) for digest in digests]
+        lefts = [Of() for _ in passed]
+        refuted = list[str]()
+        for found in pool.map(left_of, plans, of_levels):
+            for left, (of, _) in zip(lefts, found, strict=True):
                 for key, count in of.items():
                     left.add(key, count)
-                refuted += bad
-            covered[name] = rows_of(passed, static, left)
-    found = {"coverage": covered, "left": listed(left), "code": executed.code_of(static)}
-    return found, refuted
+            refuted += found[-1][1]  # the larger level has all of the quick one
+    covered = {
+        name: rows_of(some, static, left)
+        for (name, some), left in zip(passed.items(), lefts, strict=True)
+    }
+    left = listed(lefts[-1])
+    return {"coverage": covered, "left": left, "code": executed.code_of(static)}, refuted
 
 
 def listed(left: Of) -> list[dict[str, Any]]:

@@ -96,13 +96,13 @@ def test_code_without_a_rule_has_no_reason(
 ) -> None:
     coverage, unreached = script("coverage"), script("unreached")
     plan, _, decoded, ran = gaps
-    found, refuted = coverage.left_of(plan, frozenset(ran))
+    ((found, refuted),) = coverage.left_of(plan, [frozenset(ran)])
     assert refuted == []
     assert sum(found.values()) == len(decoded.names) - len(ran)
     division = next(rule for rule in unreached.RULES if rule.machine)
     without = tuple(rule for rule in unreached.RULES if rule is not division)
     monkeypatch.setattr(unreached, "RULES", without)
-    bare, _ = coverage.left_of(plan, frozenset(ran))
+    ((bare, _),) = coverage.left_of(plan, [frozenset(ran)])
     assert sum(bare.values()) == sum(found.values())
     assert all(kind != unreached.TOO_LARGE for _, kind, _ in bare)
 
@@ -175,7 +175,7 @@ def test_of_a_code_object_that_no_case_launches_nothing_has_a_reason(
 ) -> None:
     coverage = script("coverage")
     plan, _, decoded, _ = gaps
-    found, refuted = coverage.left_of(plan, frozenset())
+    ((found, refuted),) = coverage.left_of(plan, [frozenset()])
     assert found == {("gaps", "", coverage.NOT_LAUNCHED): len(decoded.names)}
     assert refuted == []
 
