@@ -111,20 +111,23 @@ def in_turns(cases: Iterable[tuple[Case, frozenset[str]]], quick: set[str]) -> l
     return [case for *_, case in sorted(places, key=lambda place: place[:3])]
 
 
-def chosen(cases: list[Case], plans: list[Plan], quick: set[str]) -> tuple[list[Case], list[Case]]:
+def launched(case: Case) -> frozenset[str]:
+    """The code objects that ``case`` launches. Kernels with a user's function do not ship."""
+    of_user = case.score_mod or case.mask_mod or case.block_mask
+    return frozenset() if of_user else frozenset(kernel_cases.selected(case))
+
+
+def chosen(
+    cases: list[Case], plans: list[Plan], quick: set[str], jobs: int
+) -> tuple[list[Case], list[Case]]:
     """Those of ``cases`` that launch code of ``plans``, in the order in which to run them, and the
     others."""
     names = {str(plan) for plan in plans}
-    launching, others = list[tuple[Case, frozenset[str]]](), list[Case]()
-    for case in cases:
-        # Kernels with a user's function do not ship.
-        of_user = case.score_mod or case.mask_mod or case.block_mask
-        kernels = frozenset[str]() if of_user else frozenset(kernel_cases.selected(case) & names)
-        if kernels:
-            launching.append((case, kernels))
-        else:
-            others.append(case)
-    return in_turns(launching, quick), others
+    with concurrent.futures.ProcessPoolExecutor(jobs) as pool:
+        kernels = [found & names for found in pool.map(launched, cases, chunksize=32)]
+    both = list(zip(cases, kernels, strict=True))
+    launching = [(case, found) for case, found in both if found]
+    return in_turns(launching, quick), [case for case, found in both if not found]
 
 
 def main() -> None:
@@ -151,7 +154,7 @@ def main() -> None:
         ran = [one for one in executed.read(options.ran) if one.case.name in of_level]
     known = {one.case.name for one in ran}
     new = [case for case in cases if case.name not in known] if options.minutes else []
-    work, others = chosen(new, plans, quick)
+    work, others = chosen(new, plans, quick, options.jobs)
     ran += [Ran(case, ELSEWHERE, 0.0, {}, {}) for case in others]
     print(f"{time.monotonic() - begin:.0f} s: {len(work)} cases to run", flush=True)
     processes = Processes(options.jobs, begin + options.minutes * 60, mutations.start)
