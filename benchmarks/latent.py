@@ -62,12 +62,12 @@ _METRICS = {
 }  # fmt: skip
 
 
-_LEAST = {"sm90": 1, "sm80": 1 << 30, "": latent_sm90.LEAST_LINES}
+_LEAST = {"sm90": lambda _: 1, "sm80": lambda _: 1 << 30, "": latent_sm90.least_lines}
 
 
 def only(kernel: str) -> None:
     """Makes ``kernel`` take every call that it can; "" leaves the choice to pyfa."""
-    latent_sm90.LEAST_LINES = _LEAST[kernel]
+    latent_sm90.least_lines = _LEAST[kernel]
     dispatch._prepared.clear()
     binding.calls, bound.calls = Table(), Table()
 

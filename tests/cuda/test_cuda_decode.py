@@ -68,7 +68,8 @@ def test_half_the_bytes_of_a_key_are_half_of_its_time(no_gpu: ModuleType) -> Non
         assert out.dtype == torch.bfloat16
         assert (values["q"] == given.data_ptr()) == (of_q == "bfloat16")
         parts[of_q, of_k] = values["num_splits"]
-    wanted = [decode.splits_for(decode.KERNEL, 8, 2048, 132, 256 * size) for size in (2, 1, 1)]
+    plan = Plan("cuda", decode.KERNEL)
+    wanted = [decode.splits_for(plan, 8, 2048, 132, 256 * size) for size in (2, 1, 1)]
     assert list(parts.values()) == wanted
     assert wanted[0] > wanted[1]
 

@@ -38,7 +38,18 @@ def plan_of(**changes: Any) -> Plan:
 def test_many_rows_have_a_kernel_of_their_own(heads: int, rows: int, own: bool) -> None:
     plan = plan_of(heads_q=heads, seqlen_q=rows)
     assert plan.kernel == (latent_sm90.KERNEL if own else decode.KERNEL)
-    assert any("up to 16 query rows" in note for note in plan.notes) is not own
+    assert any("less than 17 query rows" in note for note in plan.notes) is not own
+
+
+@pytest.mark.parametrize(("heads", "batch", "keys", "own"), [
+    (16, 16, 65536, True), (16, 128, 8192, True), (16, 16, 32768, False), (9, 16, 65536, True),
+    (8, 16, 65536, False),
+])  # fmt: skip
+def test_a_million_keys_are_enough_for_16_rows(
+    heads: int, batch: int, keys: int, own: bool
+) -> None:
+    plan = plan_of(seqlen_q=1, heads_q=heads, batch=batch, seqlen_k=keys)
+    assert plan.kernel == (latent_sm90.KERNEL if own else decode.KERNEL)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +118,7 @@ def test_splits_are_of_whole_tiles_and_fill_the_device() -> None:
     key_bytes = 2 * 576
 
     def splits(blocks: int, keys: int) -> int:
-        return decode.splits_for(latent_sm90.KERNEL, blocks, keys, 132, key_bytes)
+        return decode.splits_for(plan_of(), blocks, keys, 132, key_bytes)
 
     assert splits(256, 8192) == 1
     assert splits(128, 8192) == 1

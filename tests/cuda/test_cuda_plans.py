@@ -673,16 +673,15 @@ def test_pages_are_whole_where_their_size_divides_a_tile(page_size: int) -> None
 @pytest.mark.parametrize("keys", [1, 16, 500, 8192, 65536])
 @pytest.mark.parametrize("blocks", [1, 8, 100, 132, 600])
 def test_parts_of_decode(blocks: int, keys: int) -> None:
-    parts = decode.splits_for(decode.KERNEL, blocks, keys, 132, 512)
+    parts = decode.splits_for(Plan("cuda", decode.KERNEL), blocks, keys, 132, 512)
     assert 1 <= parts <= max(1, -(-keys // GROUP) // 4)  # none shorter than 64 keys
     if blocks % 132 == 0:
         assert parts == 1
 
 
 def test_more_keys_are_never_in_fewer_parts() -> None:
-    parts = [
-        decode.splits_for(decode.KERNEL, 8, keys, 132, 512) for keys in (64, 1024, 8192, 65536)
-    ]
+    plan = Plan("cuda", decode.KERNEL)
+    parts = [decode.splits_for(plan, 8, keys, 132, 512) for keys in (64, 1024, 8192, 65536)]
     assert parts == sorted(parts)
     assert parts[0] == 1
     assert parts[-1] >= 16  # 8 blocks and 132 SMs

@@ -127,6 +127,29 @@ def test_a_map_is_encoded_once_where_it_can_be_moved(
         tensor_maps.rows_at.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("kernel", "dim", "bytes_"),
+    [
+        ("fwd", 64, 128),
+        ("fwd", 128, 128),
+        ("fwd", 256, 256),
+        ("latent", 576, 128),
+        ("bwd", 128, 256),
+    ],
+)  # fmt: skip
+def test_l2_fetches_128_bytes_of_short_rows(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, dim: int, bytes_: int
+) -> None:
+    found = list[tensor_maps.Described]()
+    monkeypatch.setattr(tensor_maps, "_encoded", lambda described: found.append(described) or b"")
+    constants = {"BLOCK_K": 64, "BLOCK_Q": 64, "HEAD_DIM": dim, "HEAD_DIM_V": dim}
+    plan = Plan("cuda", f"cuda/sm90/attn_{kernel}.cu", tuple(constants.items()))
+    x = torch.empty(1, 64, 1, dim, dtype=torch.float16)
+    names = [box.tensor for box in tensor_maps.BOXES[plan.kernel] if box.tensor != "bias"]
+    tensor_maps.maps_of(plan, {"x": x}, dict.fromkeys(names, "x"))
+    assert [each.promotion for each in found] == [bytes_] * len(names)
+
+
 def test_a_packed_tensor_is_a_batch_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(True)
     monkeypatch.setattr(libcuda, "library", lambda: driver)
@@ -168,7 +191,7 @@ def test_float8_is_bytes_to_the_copy_engine(head: int, width: int, swizzle: int)
     assert tensor_maps.panel(head, x.itemsize) == width
     found = tensor_maps.describe(x, 128, width)
     strides = (3 * head, head, 100 * 3 * head)
-    assert found == (0, (head, 100, 3, 2), strides, (width, 128, 1, 1), swizzle)
+    assert found == (0, (head, 100, 3, 2), strides, (width, 128, 1, 1), swizzle, 256)
 
 
 def test_launches_that_may_run_together_have_counters_of_their_own(

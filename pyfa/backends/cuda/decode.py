@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from ...plan import Plan
 from ...problem import Problem
 from ..common.splits import Times, least_time
 from ..native import decode as native
+from ..native.plans import values_of
 from ..native.tiles import GROUP
 from . import forward_sm90, forward_sm90_fp8, latent_sm90, plans
 
@@ -13,6 +15,8 @@ KERNEL = "cuda/sm80/attn_decode.cu"
 # Fitted to times on an H200 (docs/kernels/cuda_sm80_decode.md). If there are fewer blocks than SMs,
 # each block reads up to 1.8 times as fast: 30 % of the time is latency.
 TIMES = Times(start=102400, combine=102400, part=1024, latency=0.3, pieces=4, parts=512)
+# Of a latent cache. A block has more queries to load, and a split has more output to combine.
+LATENT_TIMES = Times(start=382000, combine=150000, part=4230, latency=0.49, pieces=2, parts=512)
 
 
 def takes(problem: Problem) -> bool:
@@ -50,10 +54,11 @@ def _cannot_widen(problem: Problem) -> bool:
     return "fp8" in problem.features and not plans.widens_float8(problem.arch)
 
 
-def splits_for(kernel: str, blocks: int, keys: int, units: int, key_bytes: int) -> int:
-    """Return the number of splits of ``keys`` with which ``blocks`` of a kernel take the least time
+def splits_for(plan: Plan, blocks: int, keys: int, units: int, key_bytes: int) -> int:
+    """Return the number of splits of ``keys`` with which ``blocks`` of ``plan`` take the least time
     on ``units`` SMs."""
-    if kernel == latent_sm90.KERNEL:
+    if plan.kernel == latent_sm90.KERNEL:
         return latent_sm90.splits_for(blocks, keys, units, key_bytes)
-    piece = forward_sm90.PIECE if kernel == forward_sm90.KERNEL else GROUP
-    return least_time(blocks, -(-keys // piece), piece * key_bytes, units, TIMES)
+    piece = forward_sm90.PIECE if plan.kernel == forward_sm90.KERNEL else GROUP
+    times = LATENT_TIMES if values_of(plan).get("LATENT") else TIMES
+    return least_time(blocks, -(-keys // piece), piece * key_bytes, units, times)

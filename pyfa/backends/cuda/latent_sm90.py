@@ -21,13 +21,13 @@ _FEATURES = frozenset(
     ("causal", "window", "sinks", "varlen", "seqused", "paged", "batch_idx", "gqa", "dv", "latent")
 )
 # With at most 16 rows of all heads, sm80's decode kernel is faster: its blocks have 8 or 16 rows.
-# Its blocks of 32 rows take longer than this kernel's blocks of 64
-# (docs/kernels/cuda_sm90_latent.md).
-LEAST_LINES = 17
+# With 16 rows it is not if all sequences together have a million keys. Its blocks of 32 rows take
+# longer than this kernel's blocks of 64 (docs/kernels/cuda_sm90_latent.md).
+_LEAST_LINES, _OF_MANY_KEYS, _MANY_KEYS = 17, 9, 1 << 20
 _PAIR = (576, 512)
-# Fitted to times on an H200 of 1 to 128 sequences and 1 to 128 splits. A tile of keys takes 1.5 µs,
-# for any number of blocks. To combine one split takes 0.08 µs for the rows of each block.
-_TIMES = Times(start=294912, combine=196608, part=4096, latency=1.0, pieces=1, parts=128)
+# Fitted to times on an H200 of 1 to 128 sequences and 1 to 128 splits. ``part`` is of the rows of
+# a block.
+_TIMES = Times(start=234000, combine=30000, part=360, latency=0.055, pieces=1, parts=128)
 
 
 def takes(problem: Problem) -> bool:
@@ -35,11 +35,18 @@ def takes(problem: Problem) -> bool:
     return "latent" in problem.features and plans.runs_sm90(problem.arch) and not why_not(problem)
 
 
+def least_lines(problem: Problem) -> int:
+    """Return from how many query rows on, counted over all heads, this kernel is faster than
+    sm80's."""
+    many = problem.batch * problem.seqlen_k >= _MANY_KEYS
+    return _OF_MANY_KEYS if many else _LEAST_LINES
+
+
 def why_not(problem: Problem) -> list[str]:
     """Return the reasons why ``problem``, which is latent, runs on the sm80 kernel on Hopper."""
-    if lines(problem) < LEAST_LINES:
-        most = LEAST_LINES - 1
-        return [f"sm80's kernel: up to {most} query rows, counted over all heads, are memory-bound"]
+    least = least_lines(problem)
+    if lines(problem) < least:
+        return [f"sm80's kernel: it is faster for less than {least} query rows of all heads"]
     found = [
         EVERY_FEATURE[name].phrase for name in sorted(problem.features - _FEATURES)
     ] + forward_sm90.without_pages(problem)

@@ -26,30 +26,34 @@ from ..native.plans import values_of
 # CU_TENSOR_MAP_DATA_TYPE_…; float8 are bytes.
 _DTYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7, torch.float8_e4m3fn: 0}
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_…, by bytes
-_NO_INTERLEAVE, _L2_256_BYTES, _ZEROS = 0, 3, 0
+_NO_INTERLEAVE, _ZEROS = 0, 0
+_PROMOTIONS = {128: 2, 256: 3}  # CU_TENSOR_MAP_L2_PROMOTION_…, by bytes
 _address = struct.Struct("<Q")
 
 
 class Box(NamedTuple):
     """The region that one copy moves: ``rows`` by a panel of a head that is ``head`` wide.
 
-    ``rows`` and ``head`` are numbers, or names of constants of the plan.
+    ``rows`` and ``head`` are numbers, or names of constants of the plan. Of a head with at most
+    ``short`` bytes, L2 fetches 128 bytes at once, as many as a row of the box has; of a longer one
+    256. Reasons are in docs/kernels/index.md (figures of the CUDA kernels).
     """
 
     tensor: str
     rows: str | int
     head: str | int
+    short: int = 0
 
 
 # The boxes of each kernel, in the order of its maps.
 BOXES: dict[str, tuple[Box, ...]] = {
     "cuda/sm90/attn_fwd.cu": (
-        Box("q", 64, "HEAD_DIM"),
-        Box("k", "BLOCK_K", "HEAD_DIM"),
-        Box("v", "BLOCK_K", "HEAD_DIM_V"),
+        Box("q", 64, "HEAD_DIM", short=256),
+        Box("k", "BLOCK_K", "HEAD_DIM", short=256),
+        Box("v", "BLOCK_K", "HEAD_DIM_V", short=256),
         Box("bias", 64, 64),
     ),
-    "cuda/sm90/attn_latent.cu": (Box("k", "BLOCK_K", "HEAD_DIM"),),
+    "cuda/sm90/attn_latent.cu": (Box("k", "BLOCK_K", "HEAD_DIM", short=1152),),
     "cuda/sm90/attn_bwd.cu": (
         Box("q", "BLOCK_Q", "HEAD_DIM"),
         Box("k", "BLOCK_K", "HEAD_DIM"),
@@ -75,6 +79,7 @@ class Described(NamedTuple):
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    promotion: int
 
     def encode(self, address: int) -> bytes:
         driver, rank = libcuda.library(), len(self.sizes)
@@ -95,7 +100,7 @@ class Described(NamedTuple):
             (ctypes.c_uint32 * rank)(*(1 for _ in self.box)),
             ctypes.c_int(_NO_INTERLEAVE),
             ctypes.c_int(self.swizzle),
-            ctypes.c_int(_L2_256_BYTES),
+            ctypes.c_int(_PROMOTIONS[self.promotion]),
             ctypes.c_int(_ZEROS),
         )
         error = encode()
@@ -143,7 +148,9 @@ def maps_of(
             rows //= heads
         if box.tensor == "bias":
             x = whole_dimensions(x)
-        described = describe(x, rows, panel(number(box.head), x.itemsize), heads)
+        head = number(box.head)
+        promotion = 128 if head * x.itemsize <= box.short else 256
+        described = describe(x, rows, panel(head, x.itemsize), heads, promotion)
         if addresses is not None:
             return TensorMap(described.encode(addresses[name]), "")
         total = Size("k" if box.tensor in ("k", "v", "dk", "dv") else "q")
@@ -162,9 +169,11 @@ def whole_dimensions(bias: torch.Tensor) -> torch.Tensor:
     return bias.transpose(1, 2)
 
 
-def describe(x: torch.Tensor, rows: int, width: int, boxed_heads: int = 1) -> Described:
+def describe(
+    x: torch.Tensor, rows: int, width: int, boxed_heads: int = 1, promotion: int = 256
+) -> Described:
     """Describe the tensor map of ``x``. A box has ``boxed_heads`` heads, one after the other. Of
-    each head it has ``rows`` rows of ``width`` elements."""
+    each head it has ``rows`` rows of ``width`` elements. L2 fetches ``promotion`` bytes at once."""
     shape, strides = tuple(x.shape), x.stride()
     packed = len(shape) == 3
     if packed:
@@ -182,6 +191,7 @@ def describe(x: torch.Tensor, rows: int, width: int, boxed_heads: int = 1) -> De
         ),
         (width, rows, boxed_heads, 1),
         _SWIZZLES[width * x.itemsize],
+        promotion,
     )
 
 
@@ -220,7 +230,7 @@ def rows_at() -> int:
 _HERE, _THERE = 1 << 30, (1 << 47) - (1 << 20) + 16  # addresses: encoding reads nothing there
 
 
-_EXAMPLE = Described(9, (128, 4096, 16, 2), (4096, 256, 1 << 24), (64, 64, 1, 1), 3)
+_EXAMPLE = Described(9, (128, 4096, 16, 2), (4096, 256, 1 << 24), (64, 64, 1, 1), 3, 256)
 
 
 @functools.cache

@@ -80,13 +80,13 @@ def _latent_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
     return tiles.latent_float8 if float8 else tiles.latent
 
 
-def _decode_splits(kernel: str, blocks: int, keys: int, units: int, key_bytes: int) -> int:
-    of_kernel = latent.splits_for if kernel == latent.KERNEL else decode.splits_for
+def _decode_splits(plan: Plan, blocks: int, keys: int, units: int, key_bytes: int) -> int:
+    of_kernel = latent.splits_for if plan.kernel == latent.KERNEL else decode.splits_for
     return of_kernel(blocks, keys, units)
 
 
-def _splits_of_lengths(kernel: str, parts: int, blocks: int, keys: int, units: int) -> int:
-    if kernel == latent.KERNEL:  # its empty splits do not end early
+def _splits_of_lengths(plan: Plan, parts: int, blocks: int, keys: int, units: int) -> int:
+    if plan.kernel == latent.KERNEL:  # its empty splits do not end early
         return parts
     return decode.splits_of_lengths(parts, blocks, keys, units)
 

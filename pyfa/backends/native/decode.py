@@ -208,9 +208,9 @@ def bind(
             elements = call.k.shape[-1] + (0 if call.latent else call.v.shape[-1])
             key_bytes = call.k.element_size() * elements
             seen = keys_seen(call)
-            num_splits = target.decode_splits(plan.kernel, blocks, seen, units, key_bytes)
+            num_splits = target.decode_splits(plan, blocks, seen, units, key_bytes)
             if call.has_spare_k and call.batch > 1:
-                num_splits = target.splits_of_lengths(plan.kernel, num_splits, blocks, seen, units)
+                num_splits = target.splits_of_lengths(plan, num_splits, blocks, seen, units)
         return attend.Grid(blocks, block.threads, num_splits)
 
     return attend.bind(launch, plan, call, append, with_lse, readable, grid_of)

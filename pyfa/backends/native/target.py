@@ -119,9 +119,9 @@ class Target:
     of a problem that the kernel ``latent`` runs, else None. ``forward_plan``: the plan of any other
     problem. ``decode_tiles``: the tiles of an arch, for float8 keys or not, by head dims, with few
     lines first. ``latent_tiles``: the same for V as a view of K. ``decode_splits``: the number of
-    splits of the keys, by kernel, blocks, keys, units and the bytes of a key with its value.
+    splits of the keys, by plan, blocks, keys, units and the bytes of a key with its value.
     ``splits_of_lengths``: the number of splits of sequences whose lengths only the device knows, by
-    kernel, the number for equal lengths, blocks, the most keys, and units. ``backward_plans``:
+    plan, the number for equal lengths, blocks, the most keys, and units. ``backward_plans``:
     row_sums and the two kernels that follow, by backend, arch, head dims, number format, general
     scores, determinism, the digest of the mods, the names of the score terms, and what the tiles
     may follow from (None: nothing).
@@ -146,15 +146,15 @@ class Target:
     forward_plan: Callable[[str, Problem], Plan]
     decode_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
     latent_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
-    decode_splits: Callable[[str, int, int, int, int], int]
+    decode_splits: Callable[[Plan, int, int, int, int], int]
     backward_plans: Callable[
         [str, str, Pair, int, bool, bool, str, frozenset[str], BackwardGrid | None],
         tuple[Plan, Plan, Plan],
     ]
     list_tiles: Callable[[Plan], Tiles]
     bias_grad_plan: Callable[[str, str, Pair, int, str, frozenset[str]], Plan] | None = None
-    splits_of_lengths: Callable[[str, int, int, int, int], int] = (
-        lambda kernel, parts, blocks, keys, units: parts
+    splits_of_lengths: Callable[[Plan, int, int, int, int], int] = (
+        lambda plan, parts, blocks, keys, units: parts
     )
     order_of: Callable[[Plan, Mapping[str, float | Size], Extent], dict[str, int]] = (
         lambda plan, values, blocks: {}

@@ -52,11 +52,12 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
         packed, rows = shape.group, block.lines_of(shape.group)
         blocks = -(-shape.seqlen_q * packed // rows) * shape.heads_k * shape.batch
         begin, end = shape.keys_seen(0, max(0, shape.seqlen_q - 1))
-        key_bytes = 16 // problem.unit * (problem.head_dim + problem.head_dim_v)
+        of_v = 0 if "latent" in problem.features else problem.head_dim_v
+        key_bytes = 16 // problem.unit * (problem.head_dim + of_v)
         seen = end - begin
-        parts = target.decode_splits(plan.kernel, blocks, seen, units, key_bytes)
+        parts = target.decode_splits(plan, blocks, seen, units, key_bytes)
         if shape.batch > 1 and problem.features & {"varlen", "seqused"}:
-            parts = target.splits_of_lengths(plan.kernel, parts, blocks, seen, units)
+            parts = target.splits_of_lengths(plan, parts, blocks, seen, units)
     elif buffers.role == "forward" and "batch_invariant" not in problem.features:
         blocks = -(-shape.seqlen_q // rows) * shape.batch_heads
         even = shape.window_left < 0 and shape.window_right < 0
