@@ -2,12 +2,12 @@
 
     python benchmarks/latent.py [--rounds 7] [--save]
 
-Both kernels run every cell, in turns in one process: medians over the rounds in µs, with the
-fastest and slowest round, TFLOP/s and TB/s of the cache. ``plan`` is the kernel that pyfa chooses,
-``differs`` the largest difference between the two outputs. One query token a sequence, v_dim 512
-of 576 elements, bfloat16, contiguous caches unless ``page_size`` is given. Then the sm90 kernel
-runs with up to 128 splits: ``splits`` has its times in µs and pyfa's choice. Last come Nsight
-Compute's counters of 64 and 128 heads, if there is ncu. ``--save`` writes
+Both kernels run every cell, in turns in one process, from CUDA graphs of five calls: medians over
+the rounds in µs, with the fastest and slowest round, TFLOP/s and TB/s of the cache. ``plan`` is the
+kernel that pyfa chooses, ``differs`` the largest difference between the two outputs. One query
+token a sequence, v_dim 512 of 576 elements, bfloat16, contiguous caches unless ``page_size`` is
+given. Then each kernel runs with up to 128 splits: ``splits`` has its times in µs and pyfa's
+choice. Last come Nsight Compute's counters of 64 and 128 heads, if there is ncu. ``--save`` writes
 ``results/latent_<gpu>.json``.
 """
 
@@ -27,8 +27,10 @@ import torch
 
 import pyfa
 from pyfa import binding, bound, device, dispatch
-from pyfa.backends.cuda import latent_sm90
+from pyfa.backends.cuda import decode, latent_sm90
+from pyfa.bench.timing import captured
 from pyfa.bound import Table
+from pyfa.plan import Plan
 
 _DIM, _DIM_V, _SCALE = 576, 512, 192**-0.5
 # batch, keys, tokens
@@ -41,12 +43,16 @@ _MORE = (
     (128, 128, 8192, 1, 16), (128, 128, 4096, 1, 0),
 )  # fmt: skip
 _KERNELS = ("sm90", "sm80")
-# Batch and keys of what is split.
+# Batch and keys of what is split, with so many heads.
 _SPLIT = (
-    (1, 1024), (1, 8192), (1, 65536), (4, 8192), (8, 2048), (16, 4096), (32, 8192), (64, 1024),
-    (100, 4096), (128, 512), (128, 8192), (16, 65536),
+    (1, 512), (1, 1024), (1, 4096), (1, 16384), (1, 65536), (2, 4096), (2, 16384), (2, 65536),
+    (4, 2048), (4, 8192), (4, 32768), (8, 1024), (8, 4096), (8, 8192), (16, 512), (16, 2048),
+    (16, 8192), (16, 65536), (32, 512), (32, 2048), (32, 8192), (64, 1024), (64, 4096),
+    (100, 4096), (128, 512), (128, 8192),
 )  # fmt: skip
-_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_SPLIT_HEADS = {"sm80": (8, 16), "sm90": (32, 64, 128)}
+_PARTS = (1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 44, 64, 88, 128)
+_CALLS = 5  # of a graph
 _PROFILED = ((64, 128, 8192, 1, 0), (128, 128, 8192, 1, 0))
 _METRICS = {
     "ns": "gpu__time_duration.sum",
@@ -92,43 +98,44 @@ def call_of(
     return attend, (q, cache, asked)
 
 
-def chosen(q: torch.Tensor, cache: torch.Tensor, asked: dict[str, Any]) -> str:
-    only("")
+def chosen(q: torch.Tensor, cache: torch.Tensor, asked: dict[str, Any]) -> Plan:
     found = pyfa.explain(q, cache, cache[..., :_DIM_V], latent=True, scale=_SCALE, **asked)
     plan = next(one.plan for one in found.answers if one.backend == "cuda")
     assert plan is not None
-    return "sm90" if plan.kernel == latent_sm90.KERNEL else "sm80"
+    return plan
 
 
-def microseconds(attend: Callable[[], Any], calls: int) -> float:
+def microseconds(replay: Callable[[], None]) -> float:
     begin, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(200_000)  # the host is ahead: no gap before the graph
     begin.record()
-    for _ in range(calls):
-        attend()
+    replay()
     stop.record()
-    torch.cuda.synchronize()
+    stop.synchronize()
     milliseconds: float = begin.elapsed_time(stop)
-    return milliseconds * 1e3 / calls
+    return milliseconds * 1e3 / _CALLS
 
 
 def measured(cell: tuple[int, int, int, int, int], rounds: int) -> dict[str, Any]:
     heads, batch, keys, tokens, page_size = cell
     attend, inputs = call_of(*cell)
     times: dict[str, list[float]] = {kernel: [] for kernel in _KERNELS}
-    outs = {}
-    for _ in range(rounds + 1):
-        for kernel in _KERNELS:
-            only(kernel)
-            outs[kernel] = attend()
-            calls = max(1, min(20, int(2000 / microseconds(attend, 1))))
-            times[kernel].append(microseconds(attend, calls))
+    outs, replays = {}, {}
+    for kernel in _KERNELS:
+        only(kernel)
+        outs[kernel] = attend()
+        replays[kernel] = captured(attend, _CALLS)[0].replay
+        replays[kernel]()
+    for _ in range(rounds):
+        for kernel, replay in replays.items():
+            times[kernel].append(microseconds(replay))
+    only("")
     row: dict[str, Any] = {
         "heads": heads, "batch": batch, "keys": keys, "tokens": tokens, "page_size": page_size,
-        "plan": chosen(*inputs),
+        "plan": "sm90" if chosen(*inputs).kernel == latent_sm90.KERNEL else "sm80",
         "differs": round((outs["sm90"] - outs["sm80"]).abs().max().item(), 5),
     }  # fmt: skip
-    for kernel in _KERNELS:
-        found = times[kernel][1:]
+    for kernel, found in times.items():
         us = statistics.median(found)
         row[kernel] = {
             "us": round(us, 1),
@@ -140,20 +147,22 @@ def measured(cell: tuple[int, int, int, int, int], rounds: int) -> dict[str, Any
     return row
 
 
-def split(heads: int, batch: int, keys: int) -> dict[str, Any]:
-    """Times of the sm90 kernel by the number of splits."""
-    only("sm90")
+def split(kernel: str, heads: int, batch: int, keys: int) -> dict[str, Any]:
+    """Times of a kernel by the number of splits."""
+    only(kernel)
     blocks, units = batch * -(-heads // 64), device.of(torch.device("cuda", 0)).units
-    row: dict[str, Any] = {"heads": heads, "batch": batch, "keys": keys}
-    row["chosen"] = latent_sm90.splits_for(blocks, keys, units, 2 * _DIM)
+    _, inputs = call_of(heads, batch, keys)
+    ours = decode.splits_for(chosen(*inputs), blocks, keys, units, 2 * _DIM)
     found = {}
-    for parts in sorted({*_PARTS, row["chosen"]}):
-        if parts > row["chosen"] and (parts * blocks > 4 * units or parts * 64 > keys):
+    for parts in sorted({*_PARTS, ours}):
+        if parts > ours and (parts * blocks > 4 * units or parts * 16 > keys):
             continue
         attend, _ = call_of(heads, batch, keys, parts=parts)
-        attend()
-        found[parts] = round(min(microseconds(attend, 4) for _ in range(3)), 1)
-    return row | {"us": found, "over_best": round(found[row["chosen"]] / min(found.values()), 3)}
+        replay = captured(attend, _CALLS)[0].replay
+        replay()
+        found[parts] = round(statistics.median(microseconds(replay) for _ in range(7)), 1)
+    row = {"kernel": kernel, "heads": heads, "batch": batch, "keys": keys, "chosen": ours}
+    return row | {"us": found, "over_best": round(found[ours] / min(found.values()), 3)}
 
 
 def profiled(cell: tuple[int, int, int, int, int]) -> dict[str, Any]:
@@ -211,10 +220,11 @@ def main() -> None:
         rows.append(measured(cell, options.rounds))
         print(rows[-1], flush=True)
     results: dict[str, Any] = {"rounds": options.rounds, "rows": rows, "splits": []}
-    for batch, keys in _SPLIT:
-        for heads in (32, 64, 128):
-            results["splits"].append(split(heads, batch, keys))
-            print(results["splits"][-1], flush=True)
+    for kernel, some in _SPLIT_HEADS.items():
+        for heads in some:
+            for batch, keys in _SPLIT:
+                results["splits"].append(split(kernel, heads, batch, keys))
+                print(results["splits"][-1], flush=True)
     results["ncu"] = ncu.why_unavailable() or [profiled(cell) for cell in _PROFILED]
     print(results["ncu"], flush=True)
     if options.save:
