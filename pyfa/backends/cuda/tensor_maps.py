@@ -36,7 +36,7 @@ class Box(NamedTuple):
 
     ``rows`` and ``head`` are numbers, or names of constants of the plan. Of a head with at most
     ``short`` bytes, L2 fetches 128 bytes at once, as many as a row of the box has; of a longer one
-    256. Reasons are in docs/kernels/index.md (figures of the CUDA kernels).
+    256: see docs/kernels/cuda_sm90_forward.md and cuda_sm90_latent.md.
     """
 
     tensor: str
