@@ -2,7 +2,8 @@
 
 ``python benchmarks/mi300x_forward_terms.py [--save]``: clocks in which a workgroup computes a tile
 of keys, at both ends of the model's range (model, not measured), in bfloat16. ``own``: the plan of
-the term, or of pages without terms; ``general``: the plan of all terms, with the same call.
+the term, or of pages without terms; ``general``: the plan of all terms, with the same call. All
+query rows share the row of the "shared bool bias".
 ``--save`` writes ``results/mi300x_forward_terms.json``.
 """
 
@@ -24,6 +25,8 @@ _PAGE = 64
 CALLS = {
     "plain": (PLAIN, (64, 96, 128, 256)),
     "bias": (forward.BIAS, (64, 96, 128)),
+    "bool bias": (forward.BOOL_BIAS, (64, 96, 128)),
+    "shared bool bias": (forward.BOOL_BIAS, (64, 96, 128)),
     "ALiBi": (forward.ALIBI, (64, 96, 128)),
     "pages": (PLAIN, (64, 128, 256)),
 }
@@ -31,8 +34,10 @@ CALLS = {
 
 def call_of(name: str, dim: int, rows: int, keys: int) -> Call:
     call = samples._call({"HEAD_DIM": dim, "HEAD_DIM_V": dim, "DTYPE": 1}, rows, keys)
-    if name == "bias":
-        return call._replace(bias=torch.zeros(1, 1, rows, keys, dtype=torch.bfloat16))
+    if "bias" in name:
+        dtype = torch.bool if "bool" in name else torch.bfloat16
+        bias = samples._zeros(1, 1, 1 if "shared" in name else rows, keys, dtype=dtype)
+        return call._replace(bias=bias.fill_(dtype == torch.bool))
     if name == "ALiBi":
         return call._replace(alibi_slopes=torch.ones(1, 1))
     if name == "pages":

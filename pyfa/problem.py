@@ -476,11 +476,11 @@ def is_aligned(call: Call) -> bool:
     return True
 
 
-def _bias_row_step(call: Call, unit: int) -> int | None:
+def _bias_row_step(call: Call, dtype: torch.dtype, unit: int) -> int | None:
     """Return the row stride of the bias, 0 if query rows share a row; None if the bias is not of
-    q's dtype, or its rows cannot be read in units of ``unit`` elements from 16 bytes on."""
+    ``dtype``, or its rows cannot be read in units of ``unit`` elements from 16 bytes on."""
     bias = call.bias
-    if bias is None or call.tree or bias.dtype != call.q.dtype or bias.data_ptr() % 16:
+    if bias is None or call.tree or bias.dtype != dtype or bias.data_ptr() % 16:
         return None
     *steps, last = (step if n > 1 else 0 for step, n in zip(bias.stride(), bias.shape, strict=True))
     return steps[-1] if last == 1 and not any(step % unit for step in steps) else None
@@ -489,19 +489,28 @@ def _bias_row_step(call: Call, unit: int) -> int | None:
 def has_bias_tiles(call: Call) -> bool:
     """Return whether tiles of rows and keys of the bias can be copied in units of 16 bytes, and the
     bias has the dtype of q."""
-    step = _bias_row_step(call, 8)
+    step = _bias_row_step(call, call.q.dtype, 8)
     # Offsets inside a tile of rows are 32-bit.
     return step is not None and 0 < step < 1 << 24
+
+
+def _has_bias_fours(call: Call, dtype: torch.dtype) -> bool:
+    if call.bias is None or call.bias.shape[-1] % 4:
+        return False
+    step = _bias_row_step(call, dtype, 4)
+    # Offsets inside 32 rows are 32-bit.
+    return step is not None and step < 1 << 23
 
 
 def has_bias_fours(call: Call) -> bool:
     """Return whether four neighboring keys of any row of the bias, which query rows may share, can
     be loaded at once, and the bias has the dtype of q. The keys are then whole groups of four."""
-    if call.bias is None or call.bias.shape[-1] % 4:
-        return False
-    step = _bias_row_step(call, 4)
-    # Offsets inside 32 rows are 32-bit.
-    return step is not None and step < 1 << 23
+    return _has_bias_fours(call, call.q.dtype)
+
+
+def has_bool_bias_fours(call: Call) -> bool:
+    """Return the same of a bias of bool."""
+    return _has_bias_fours(call, torch.bool)
 
 
 def are_on_16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> bool:
@@ -528,7 +537,8 @@ class Problem:
     scale is above 0 in float32, as kernels that scale after masking require. ``dtype`` is q's;
     ``dtype_k`` (of k and v) and ``dtype_out`` are "" if they are the same. ``scales``: how many
     rows of k share one float8 scale, or 0 if all rows of a head of a sequence share one.
-    ``bias_tiles`` and ``bias_fours``: the results of ``has_bias_tiles`` and ``has_bias_fours``.
+    ``bias_tiles``, ``bias_fours`` and ``bool_bias_fours``: the results of ``has_bias_tiles``,
+    ``has_bias_fours`` and ``has_bool_bias_fours``.
     ``window``: the number of keys in a row's window, 0 if the window has no bound on one side.
     ``mods``: the digest of its score_mod and mask_mod, "" without them. ``described`` is a text for
     messages and is not compared.
@@ -553,6 +563,7 @@ class Problem:
     scales: int = 0
     bias_tiles: bool = False
     bias_fours: bool = False
+    bool_bias_fours: bool = False
     window: int = 0
     mods: str = ""
     described: str = field(default="", compare=False)
@@ -608,6 +619,7 @@ def problem_of(
         scales=scales_of(call.k_descale, call.k),
         bias_tiles=has_bias_tiles(call),
         bias_fours=has_bias_fours(call),
+        bool_bias_fours=has_bool_bias_fours(call),
         window=window_of(call),
         mods=call.mods,
         described=describe(call, needs_grad, bias_grad, device),

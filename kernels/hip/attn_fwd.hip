@@ -118,9 +118,10 @@ constexpr bool kLate = kPlain && !kFull;
 
 // The beats in which probabilities are computed: spread evenly over all beats before the last products
 // that need them. If registers are short, spread over the beats with keys, because used scores free
-// their registers. Maxima are computed during the products with values.
+// their registers; so, too, if scores are hidden and a tile has many beats. Scores are hidden and maxima
+// computed during the products with values.
 constexpr int kLastNeed = kAllKeyBeats + (kSlices / 2 - 1) * kGroups * kValueBeats;
-constexpr int kElementBeats = kFull ? kAllKeyBeats : kLastNeed - 1;
+constexpr int kElementBeats = kFull || kHides && HEAD_DIM > 64 ? kAllKeyBeats : kLastNeed - 1;
 constexpr int kLargestBeats = kBeats - kAllKeyBeats - 2 - (kEarly ? kValueBeats : 0);
 DEVICE constexpr int clamp(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
 // The first of `count` items that comes in `beat` or later, if the items are spread over `beats`.
@@ -187,9 +188,11 @@ struct Beside {
       }
     }
     int of_values = beat - kAllKeyBeats - 1;
+    if (beat == kAllKeyBeats) state.addend.receive();
 #pragma unroll
     for (int pair = first_in(of_values, kLargestBeats, kPairs);
          pair < first_in(of_values + 1, kLargestBeats, kPairs); ++pair) {
+      state.addend.hide(next, pair);
       raise_largest(next, pair, largest);
       for (int n = 0; n < kColumns && kPlain; ++n) pin(largest[n]);
     }
@@ -254,7 +257,7 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, F
       if (i * kLoadSlots / Values::kLoads == slot) values[i] = in.load_values(i);
     for (int i = 0; i < Keys::kLoads; ++i)
       if (i * kLoadSlots / Keys::kLoads == slot) in.load_keys(i, at.keys);
-    if (kAdds && slot == kLoadSlots) state.addend.load(state.key(first + 2 * BLOCK_K));
+    if (kAlone && slot == kLoadSlots) state.addend.load(state.key(first + 2 * BLOCK_K));
     // The wavefront that is behind goes first.
     if (slot == 0) __builtin_amdgcn_s_setprio(3);
     if (slot == kSlots / 4) __builtin_amdgcn_s_setprio(2);
@@ -272,7 +275,7 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, F
   for (int slot = 0; slot < kSlots - kEarly; ++slot) multiply(slot, beside);
   if (kEarly) {
     multiply(kSlots - 1, BesideLast{beside});
-    if (kAdds) state.addend.start(now, state.key(first + 2 * BLOCK_K));
+    if (kAlone) state.addend.start(now, state.key(first + 2 * BLOCK_K));
     state.advance();
     return;
   }
@@ -310,9 +313,10 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
   }
   loads_arrived();
   barrier();
-  if (kAdds) {
+  if (kAlone) {
     state.addend.load(state.key(begin));
     state.addend.start(even, state.key(begin));
+    state.addend.receive();
     state.addend.load(state.key(begin + BLOCK_K));
     state.addend.start(odd, state.key(begin + BLOCK_K));
   }
@@ -321,6 +325,7 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
     fragments.read_keys(at.keys, i);
     multiply_keys(even, fragments, state.q, i);
   }
+  for (int pair = 0; kHides && pair < kPairs; ++pair) state.addend.hide(even, pair);
   find_largest(even, largest);
   finish_scores(c, state.scales, even, state.key(begin), state.is_full(), largest);
   raise(c, state.scales, state.scales, largest, state.row, state.rescale);

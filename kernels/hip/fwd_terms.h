@@ -3,8 +3,8 @@
 #pragma once
 #include "fwd_tile.h"
 
-// What the products of a tile are added to, over the scale: a bias alone or ALiBi alone. So scores are those of a plain
-// plan.
+// A term alone. What the products of a tile are added to, over the scale: a bias or ALiBi. So scores are those of a
+// plain plan. Or a bias of bool, which hides scores that the products leave.
 #if SCORE == BIAS
 // A load has four neighboring keys of a row in each lane.
 struct Addend {
@@ -45,6 +45,8 @@ struct Addend {
           s[t][n][r] = inverse * (DTYPE == BFLOAT16 ? __builtin_bit_cast(float, one << 16) : float_of_half(one));
         }
   }
+  METHOD void receive() const {}
+  METHOD void hide(Scores &, int) const {}
 };
 #elif SCORE == ALIBI
 struct Addend {
@@ -68,12 +70,71 @@ struct Addend {
           s[t][n][r] = slope * __builtin_fabsf(first + (float)(t * MMA + r / 4 * 8 + r % 4));
     }
   }
+  METHOD void receive() const {}
+  METHOD void hide(Scores &, int) const {}
+};
+#elif SCORE == BOOL_BIAS
+// A load has 16 neighboring keys of a row in each lane: with four, it would touch the lines of 32 rows for a quarter of
+// the keys. In the products, these keys belong to the lane and to the one with the row's other keys, a four to each in
+// turn. They exchange half of them as bits.
+struct Addend {
+  static_assert(MMA == 32 && kKeyTiles == 2, "a lane's fours are the bits of a byte");
+  const char *base;           // of the wavefront's first row
+  int row_bytes, rows, keys;  // rows: of the wavefront; keys: whole fours of all rows
+  unsigned offset;            // of the lane's first key
+  Quad bytes[kKeyTiles];
+  unsigned own, other;  // bits of the keys that the lane and the other one loaded
+  unsigned seen;        // bit 8 k + four: whether key k of a four is seen
+  int hidden;           // -inf; of a constant, the choice would be three instructions
+
+  METHOD void begin(const Context &c, int first_row) {
+    base = terms_of(c.p, c.work.batch, c.work.head, first_row).bias;
+    row_bytes = (int)c.p.bias_row;
+    rows = min(c.s.rows - first_row, kRows);
+    keys = c.p.seqlen_k;
+    offset = M::column() * row_bytes + M::part() * kUnitBytes;
+    hidden = __builtin_bit_cast(int, -INFINITY_F);
+    pin(offset);
+    pin(hidden);
+  }
+  // Of the tile whose first key is `key`. Beyond the last row or key are zeros or other elements: they are masked.
+  METHOD void load(int key) {
+    int left = keys - key;
+    auto from = buffer(base + key, left > 0 && rows > 0 ? (rows - 1) * row_bytes + left : 0);
+    for (int t = 0; t < kKeyTiles; ++t)
+      bytes[t] = __builtin_bit_cast(Quad, __builtin_amdgcn_raw_buffer_load_b128(from, offset + t * MMA, 0, 0));
+  }
+  // Bytes are 0 or 1, so those of eight fours fit side by side: first those that belong to part 0. The bits of the other
+  // lane's fours are sent to it at their place there.
+  METHOD void start(Scores &, int) {
+    own = 0;
+    for (int i = 8; i-- > 0;) own = own << 1 | bytes[i / 2 % 2][i / 4 + i % 2 * 2];
+    pin(own);
+    other = __builtin_amdgcn_ds_bpermute((lane_index() ^ MMA) * 4, M::part() ? own : own >> 4);
+  }
+  // Much later: it takes a while.
+  METHOD void receive() {
+    seen = M::part() ? own & 0xf0f0f0f0 | other & 0x0f0f0f0f : own & 0x0f0f0f0f | (other & 0x0f0f0f0f) << 4;
+    pin(seen);
+  }
+  // Scores of a pair, as `raise_largest` takes them. A choice, not a sum, which a NaN would pass.
+  METHOD void hide(Scores &s, int pair) const {
+    int t = pair * 2 / M::kRegisters, r = pair * 2 % M::kRegisters;
+    for (int i = r; i < r + 2; ++i) {
+      int kept = __builtin_amdgcn_sbfe(seen, i / 8 * 4 + t * 2 + i / 4 % 2 + i % 4 * 8, 1);
+      pin(kept);
+      float x = s[t][0][i];  // __builtin_bit_cast of the element itself would take the first one
+      s[t][0][i] = __builtin_bit_cast(float, (__builtin_bit_cast(int, x) ^ hidden) & kept ^ hidden);
+    }
+  }
 };
 #else
 struct Addend {
   METHOD void begin(const Context &, int) {}
   METHOD void load(int) {}
   METHOD void start(Scores &, int) const {}
+  METHOD void receive() const {}
+  METHOD void hide(Scores &, int) const {}
 };
 #endif
 

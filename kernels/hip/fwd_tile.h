@@ -20,8 +20,11 @@
 #define BIAS 3     // a bias alone, of q's number format, in rows on 8 bytes, and a positive scale
 #define ALIBI 4    // ALiBi alone, and a positive scale
 #define SCORE_MOD 5  // a score_mod alone, any scale
+#define BOOL_BIAS 6  // a bias of bool alone, in rows on 4 bytes, and a positive scale
 constexpr bool kAdds = SCORE == BIAS || SCORE == ALIBI;  // what products can begin with
-constexpr bool kPlain = SCORE == PLAIN || kAdds || SCORE == SCORE_MOD;
+constexpr bool kHides = SCORE == BOOL_BIAS;              // scores that products leave
+constexpr bool kAlone = kAdds || kHides;
+constexpr bool kPlain = SCORE == PLAIN || kAlone || SCORE == SCORE_MOD;
 
 typedef Mma<DTYPE, MMA> M;
 typedef M::Acc Acc;

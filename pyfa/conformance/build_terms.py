@@ -157,12 +157,13 @@ def _bias(case: Case, call: Call) -> torch.Tensor:
         "batch": (batch, 1, rows, keys),
         "matrix": (1, 1, rows, keys),
         "bool": (batch, 1, rows, keys),
-    }.get(case.bias.removesuffix("_like_q"), (batch, heads, rows, keys))
+    }.get(case.bias.removesuffix("_like_q").removesuffix("_bool"), (batch, heads, rows, keys))
     values = near_normal(f"{case.name}/bias", shape)
-    if case.bias == "bool":
+    if case.has_bool_bias:
         # A quarter hidden, and a row that sees nothing.
         seen = values > -0.67
-        seen[:, :, :1] = False
+        if shape[2] > 1:
+            seen[:, :, :1] = False
         return seen
     if case.bias == "hidden":
         values = values.masked_fill(values < -1.0, -torch.inf)

@@ -48,7 +48,7 @@ class Case:
       of the LSE only.
     - ``bias``: the dimensions of the bias (one of ``BIASES``). "hidden" has all dimensions and some
       rows of −inf; "other" has all dimensions and the 16-bit dtype that is not q's. Others are in
-      float32, or in q's dtype if the name ends in "_like_q".
+      float32, in q's dtype if the name ends in "_like_q", or boolean if it ends in "_bool".
     - ``alibi``: slopes per "heads" or per "batch" and head.
     - ``used_q``, ``used_k``: the sequences also have unused rows (``seqused_q``, ``seqused_k``).
     - ``slack``: the number of rows of a packed tensor or cache that belong to no sequence, and by
@@ -197,6 +197,10 @@ class Case:
         return frozenset(name for name, needed in needs.items() if needed)
 
     @property
+    def has_bool_bias(self) -> bool:
+        return self.bias == "bool" or self.bias.endswith("_bool")
+
+    @property
     def _has_seqused(self) -> bool:
         return self.used_q or self.used_k or self.page_size > 0
 
@@ -207,7 +211,8 @@ class Case:
             return not self.rotary and "float8" not in "".join(self.dtypes)
         pairs = zip(self.lengths_q, self.lengths_k, strict=False)
         unknown = self.dropout_p or self.rotary or self.shared or self.dlse or self.tree
-        unknown = unknown or self.bias not in ("", "bool") or self.score_mod or self.block_mask
+        unknown = unknown or (self.bias and not self.has_bool_bias)
+        unknown = unknown or self.score_mod or self.block_mask
         if "float8" in "".join(self.dtypes):
             unknown = unknown or "inf" in self.hostile  # which the format does not have
         if self.hostile.startswith(("q=", "k=")) and "inf" in self.hostile:
@@ -273,7 +278,7 @@ class Case:
             and bool(self.dlse or self.bias_grad or self.deterministic),
             "captured_grad": self.captured_grad
             and not (self.backward and self.score_mod in ("relative", "alibi", "gated")),
-            "bias_grad": self.bias_grad and self.bias in ("", "bool"),
+            "bias_grad": self.bias_grad and (not self.bias or self.has_bool_bias),
             "append": self.new_keys > min(self.lengths_k, default=0),
             "rotary needs": bool(self.rotary) and self.head_dim < 2,
             "window with causal": self.causal and self.window is not None and self.window[1] > 0,

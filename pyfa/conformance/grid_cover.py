@@ -32,6 +32,12 @@ _DRAWN = Path(__file__).with_suffix(".jsonl")
 _FAULTS: tuple[Mapping[str, Any], ...] = (
     # A head_dim that is a multiple of 8 and ends inside a tile, beside wider values.
     {"lengths_q": (17,), "lengths_k": (33,), "head_dim": 16, "head_dim_v": 80, "backward": True},
+    # A boolean bias alone, and a NaN or inf in keys that it hides: the last tile is nearly full.
+    *({"dtype": half, "lengths_q": (61,), "lengths_k": (380,), "heads_q": 4, "head_dim": dim,
+       "head_dim_v": dim, "bias": bias}
+      for dim in (64, 96, 128) for half, bias in zip(HALF, ("bool", "heads_bool"), strict=True)),
+    *({"dtype": half, "lengths_q": (33,), "lengths_k": (188,), "head_dim": 64, "bias": "bool",
+       "hostile": element} for half, element in zip(HALF, ("k=nan", "k=inf"), strict=True)),
     # Tiles that the ends of rows and keys cut are nearly full: code for the rest of a tile runs
     # with all of its registers in use.
     {"dtype": "float16", "lengths_q": (61,), "lengths_k": (380,), "heads_q": 1, "heads_k": 1,

@@ -61,6 +61,9 @@ def full() -> Iterator[Case]:
         terms: dict[str, Any] = {"alibi": "heads"} if index % 2 else {}
         yield dense(65, 97, backward=True, **fields)
         yield dense(70, 200, alibi="heads", causal=index % 4 > 1, **fields)
+        if dim <= 128:  # with kernels for a boolean bias alone
+            for element in ("k=nan", "k=inf"):
+                yield dense(70, 200, causal=index % 4 > 1, **fields | {"hostile": element})
         yield packed(((3, 3), (97, 130)), "kvcache", **terms, **fields)
     yield packed(((33, 65), (97, 130)), "varlen", bias="bool", softcap=5.0, **hidden)
     yield dense(40, 60, dtype="float32", bias="bool", backward=True, **hidden)

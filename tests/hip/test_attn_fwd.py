@@ -9,13 +9,18 @@ from planted import faults_found
 
 import pyfa
 from pyfa import codeobject, dispatch, emulator
+from pyfa.backends.base import OtherAlignment
 from pyfa.backends.common import splits
 from pyfa.backends.common.calls import GENERAL, PLAIN
 from pyfa.backends.hip import code, forward
+from pyfa.backends.hip.launcher import Launcher
+from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import combine
+from pyfa.backends.native import forward as native_forward
 from pyfa.backends.native.tiles import gfx942
 from pyfa.conformance.cases import Case
+from pyfa.problem import Call, tensors_of
 
 # Between them: rows and keys past the edges of tiles and workgroups, grouped heads, values whose
 # rounding shows, maxima that move, every score term, and every way that keys can lie.
@@ -47,7 +52,7 @@ CASES = {
     "terms": Case(
         lengths_q=(70,), lengths_k=(150,), softcap=3.0, alibi="batch", bias="full", sinks=True
     ),
-    # A term alone: what products begin with.
+    # A term alone: what products begin with, and what hides the scores that they leave.
     "bias": Case(lengths_q=(140,), lengths_k=(200,), bias="full", sinks=True, heads_q=2, heads_k=1),
     "bias, 128": Case(
         dtype="bfloat16", lengths_q=(70,), lengths_k=(264,), bias="full", causal=True, head_dim=128,
@@ -55,6 +60,28 @@ CASES = {
     "shared bias": Case(
         dtype="bfloat16", lengths_q=(140,), lengths_k=(200,), bias="keys_like_q", heads_q=2,
         heads_k=1,
+    ),
+    "bool bias": Case(
+        dtype="bfloat16", lengths_q=(140, 140), lengths_k=(328, 328), bias="bool", sinks=True,
+        heads_q=2, heads_k=1,
+    ),
+    "bool bias, 96": Case(
+        kind="varlen", dtype="float16", lengths_q=(33, 0, 70), lengths_k=(200, 9, 300), head_dim=96,
+        head_dim_v=96, bias="heads_bool", window=(150, 20), heads_q=4, heads_k=2, used_q=True,
+    ),
+    "bool bias, 128": Case(
+        dtype="float16", lengths_q=(300,), lengths_k=(264,), bias="heads_bool", causal=True,
+        head_dim=128, recipe="growing",
+    ),
+    "bool bias, NaN": Case(
+        dtype="bfloat16", lengths_q=(33,), lengths_k=(140,), bias="bool", hostile="k=nan",
+    ),
+    "bool bias, inf": Case(
+        dtype="float16", lengths_q=(33,), lengths_k=(140,), bias="bool", hostile="k=inf",
+    ),
+    "shared bool bias": Case(
+        dtype="float16", lengths_q=(40, 40), lengths_k=(268, 268), bias="sequences_bool",
+        heads_q=2, heads_k=1,
     ),
     "ALiBi": Case(
         dtype="bfloat16", lengths_q=(140,), lengths_k=(201,), alibi="batch", window=(-1, 90),
@@ -131,17 +158,61 @@ FAULTS = {
     "bias of the first row": ("terms", "+ row * p.bias_row", ""),
     "a bias in place of its products": ("bias", "first && !kAdds ?", "first ?"),
     "bias not over the scale": ("bias", "s[t][n][r] = inverse * (", "s[t][n][r] = ("),
-    "bias of the tile before": (
-        "bias, 128", "addend.load(state.key(first + 2 * BLOCK_K));",
-        "addend.load(state.key(first + BLOCK_K));",
+    **{f"{fault}, {case}": (case, *changed)
+       for case in ("bias, 128", "bool bias, 128")
+       for fault, changed in {
+           "bias of the tile before": (
+               "addend.load(state.key(first + 2 * BLOCK_K));",
+               "addend.load(state.key(first + BLOCK_K));",
+           ),
+           "bias of the second tile's keys": (
+               "addend.load(state.key(begin + BLOCK_K));", "addend.load(state.key(begin));",
+           ),
+       }.items()},
+    **{f"{fault} of a bool bias": ("bool bias", *changed) for fault, changed in {
+        "row's step": ("row_bytes = (int)c.p.bias_row;", "row_bytes = (int)c.p.bias_row + 4;"),
+        "next row": ("offset = M::column() * row_bytes", "offset = (M::column() ^ 1) * row_bytes"),
+        "other lane's keys": ("M::part() * kUnitBytes", "(M::part() ^ 1) * kUnitBytes"),
+        "first products' keys": ("offset + t * MMA, 0, 0", "offset, 0, 0"),
+        "last keys": ("row_bytes + left : 0", "row_bytes + left / 16 * 16 : 0"),
+        "last row": ("(rows - 1) * row_bytes + left :", "(rows - 2) * row_bytes + left :"),
+        "next row's four": ("bytes[i / 2 % 2][i / 4 + i % 2 * 2]",
+                            "bytes[i / 2 % 2][i / 4 + (i ^ 1) % 2 * 2]"),
+        "wrong lane": ("(lane_index() ^ MMA) * 4", "(lane_index() ^ 1) * 4"),
+        "unsent bits": ("M::part() ? own : own >> 4", "own"),
+        "own bits only": ("(other & 0x0f0f0f0f) << 4", "(own & 0x0f0f0f0f) << 4"),
+        "neighboring keys": ("+ i % 4 * 8, 1)", "+ (i % 4 ^ 1) * 8, 1)"),
+        "confused fours": ("i / 8 * 4 + t * 2 +", "i / 8 * 4 + (t ^ 1) * 2 +"),
+        "hidden keys": ("& kept ^ hidden", "& ~kept ^ hidden"),
+        "first tile": ("kHides && pair < kPairs", "kHides && pair < 0"),
+        "later tiles": ("      state.addend.hide(next, pair);\n", ""),
+    }.items()},
+    "largest of hidden scores": (
+        "bool bias, inf",
+        "state.addend.hide(next, pair);\n      raise_largest(next, pair, largest);",
+        "raise_largest(next, pair, largest);\n      state.addend.hide(next, pair);",
     ),
-    "bias of the second tile's keys": (
-        "bias", "addend.load(state.key(begin + BLOCK_K));", "addend.load(state.key(begin));",
+    "a bool bias that is added": (
+        "bool bias, NaN", "(__builtin_bit_cast(int, x) ^ hidden) & kept ^ hidden);",
+        "~kept & hidden) + x;",
+    ),
+    "a bool bias of the first head": (
+        "bool bias, 128", "head * p.bias_head + row", "row",
+    ),
+    "a bool bias of the first sequence": (
+        "shared bool bias", "batch * p.bias_batch + head", "head",
+    ),
+    "a bool bias that rows share, in rows": (
+        "shared bool bias", "row_bytes = (int)c.p.bias_row;", "row_bytes = (int)c.p.seqlen_k;",
+    ),
+    "a bool bias of the first rows": (
+        "bool bias, 96", "state.addend.begin(c, wave_row);", "state.addend.begin(c, first_row);",
     ),
     "bias of neighboring keys": ("bias", "(t * MMA + 8 * j) * 2, 0, 0)",
                                  "(t * MMA + 4 * j) * 2, 0, 0)"),
     "a bias that rows share not loaded": (
-        "shared bias", "left > 0 && rows > 0 ?", "left > 0 && rows > 0 && row_bytes > 0 ?",
+        "shared bias", "rows > 0 ? (rows - 1) * row_bytes + left * 2",
+        "row_bytes > 0 ? (rows - 1) * row_bytes + left * 2",
     ),
     "a bias that rows share, in rows": (
         "shared bias", "row_bytes = (int)c.p.bias_row * 2", "row_bytes = (int)c.p.seqlen_k * 2",
@@ -288,8 +359,8 @@ def test_resources(plan):
     assert not [name for name in names if any(part in name for part in slow)]
 
 
-def test_at_most_seventy_plans():
-    assert len(PLANS) <= 70
+def test_at_most_76_plans():
+    assert len(PLANS) <= 76
 
 
 @pytest.mark.parametrize(
@@ -299,6 +370,15 @@ def test_at_most_seventy_plans():
         (GENERAL, {"bias": torch.zeros(1, 2, 40, 72)}),  # in float32
         (forward.BIAS, {"bias": torch.zeros(1, 2, 1, 72, dtype=torch.bfloat16)}),  # rows share it
         (GENERAL, {"bias": torch.zeros(1, 2, 40, 72, dtype=torch.bfloat16), "scale": -0.1}),
+        (forward.BOOL_BIAS, {"bias": torch.ones(1, 2, 40, 72, dtype=torch.bool), "causal": True}),
+        (forward.BOOL_BIAS, {"bias": torch.ones(1, 1, 1, 72, dtype=torch.bool)}),
+        (forward.BOOL_BIAS, {"bias": torch.ones(40, 88, dtype=torch.bool)[None, None, :, 16:]}),
+        (GENERAL, {"bias": torch.ones(40, 76, dtype=torch.bool)[None, None, :, 4:]}),
+        (GENERAL, {"bias": torch.ones(40, 73, dtype=torch.bool)[None, None, :, :72]}),
+        (GENERAL, {"bias": torch.ones(72, 40, dtype=torch.bool).T[None, None]}),
+        (GENERAL, {"bias": torch.ones(1, 1, 40, 1, dtype=torch.bool)}),
+        (GENERAL, {"bias": torch.ones(1, 2, 40, 72, dtype=torch.bool), "softcap": 9.0}),
+        (GENERAL, {"bias": torch.ones(1, 2, 40, 72, dtype=torch.bool), "scale": -0.1}),
         (forward.ALIBI, {"alibi_slopes": torch.ones(2), "causal": True}),
         (GENERAL, {"alibi_slopes": torch.ones(2), "softcap": 9.0}),
         (GENERAL, {"alibi_slopes": torch.ones(2), "batch_invariant": True}),
@@ -317,6 +397,50 @@ def test_a_bias_whose_keys_are_no_whole_fours_has_a_general_plan():
     bias = torch.zeros(1, 2, 40, 72, dtype=torch.bfloat16)[..., :66]
     answer = pyfa.explain(q, k, k, bias=bias, device="MI300X")
     assert dict(answer.answers[0].plan.constants)["SCORE"] == GENERAL
+
+
+def _bool_bias(rows: int, keys: int) -> torch.Tensor:
+    return torch.arange(rows * keys).view(1, 1, rows, keys) % 7 < 4
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        _bool_bias(70, 288)[..., 48:248],  # in part of wider rows
+        _bool_bias(1, 200).expand(2, 1, 70, 200),
+        _bool_bias(70, 200).expand(2, 2, 70, 200),
+        _bool_bias(4, 70 * 200).view(2, 2, 70, 200),
+        _bool_bias(70, 4 * 200).view(1, 70, 4, 200)[:, :, :2].transpose(1, 2),
+    ],
+)
+def test_strides_of_a_boolean_bias(bias):
+    q, k, v = (torch.randn(2, n, 2, 64, dtype=torch.bfloat16) for n in (70, 200, 200))
+    given = bias, bias.expand(2, 2, 70, 200).clone(memory_format=torch.contiguous_format)
+    one, other = (pyfa.attention(q, k, v, bias=x, backend="emulator") for x in given)
+    assert torch.equal(one, other)
+    scores = {
+        dict(pyfa.explain(q, k, v, bias=x, device="MI300X").answers[0].plan.constants)["SCORE"]
+        for x in given
+    }
+    assert scores == {forward.BOOL_BIAS}
+
+
+def test_a_boolean_bias_at_another_address(nothing_bound):
+    """A call that is bound to one on 16 bytes is bound anew, to the general plan."""
+    q, k, v = (torch.randn(1, n, 2, 64, dtype=torch.bfloat16) for n in (40, 72, 72))
+    rows = _bool_bias(1, 40 * 72 + 16).flatten()
+    aligned, odd = (rows[n:][: 40 * 72].view(1, 1, 40, 72) for n in (0, 3))
+    expected = pyfa.attention(q, k, v, bias=odd, backend="emulator")
+    nothing_bound()
+    pyfa.attention(q, k, v, bias=aligned, backend="emulator")
+    assert torch.equal(pyfa.attention(q, k, v, bias=odd, backend="emulator"), expected)
+    wanted = {"SCORE": forward.BOOL_BIAS, "HEAD_DIM": 64, "DTYPE": 1}
+    plan = next(plan for plan in PLANS if wanted.items() <= dict(plan.constants).items())
+    call = Call(q, k, v, max_seqlen_q=40, max_seqlen_k=72, bias=aligned)
+    run = native_forward.bind(Launcher(EmulatorRuntime((0,))), plan, call)
+    run(*tensors_of(call))
+    with pytest.raises(OtherAlignment):
+        run(*tensors_of(call._replace(bias=odd)))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ FLOAT8 = "float8_e4m3fnuz"
 FLOAT8_CODE = 2
 ROWS = 32  # of a wavefront
 LANES = 64
-BIAS, ALIBI, SCORE_MOD = 3, 4, 5  # the score classes of a term alone (``kernels/hip/fwd_tile.h``)
+# The score classes of a term alone (``kernels/hip/fwd_tile.h``).
+BIAS, ALIBI, SCORE_MOD, BOOL_BIAS = 3, 4, 5, 6
 # Plain calls with other features do not use workgroups of 4 wavefronts: their plans are others, or
 # (``batch_invariant``) their bits must not depend on the grid. With other features, pages and terms
 # alone have general plans.
@@ -94,8 +95,10 @@ def fallbacks(plan: Plan) -> list[Plan]:
 
 
 def _alone(problem: Problem) -> int:
-    """Return the score class of a term alone to which products are added, else ``GENERAL``."""
+    """Return the score class of a bias alone or ALiBi alone, else ``GENERAL``."""
     if problem.features - {"bias_grad"} <= _SIMPLE | {"bias"}:
+        if problem.bool_bias_fours:
+            return BOOL_BIAS
         return BIAS if problem.bias_fours else GENERAL
     return ALIBI if problem.features <= _SIMPLE | {"alibi"} else GENERAL
 
@@ -197,7 +200,7 @@ def _scores_of(tiles: Tiles, pair: Pair, float8: bool, paged: bool) -> tuple[int
     """Return the score classes that plans of ``pair`` have."""
     if float8 or paged:
         return (GENERAL,) if float8 and paged else (PLAIN, GENERAL)
-    alone = (BIAS, ALIBI) if pair in tiles.added_pairs else ()
+    alone = (BIAS, ALIBI, BOOL_BIAS) if pair in tiles.added_pairs else ()
     return (PLAIN, GENERAL, DROPOUT, *alone)
 
 

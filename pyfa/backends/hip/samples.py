@@ -79,6 +79,8 @@ def _forward(plan: Plan) -> Sample:
             call = call._replace(dropout_p=0.1, seed=torch.zeros(1, dtype=torch.int64))
         if score == forward.BIAS:
             call = call._replace(bias=_zeros(1, 1, waves * rows, length, dtype=call.q.dtype))
+        if score == forward.BOOL_BIAS:
+            call = call._replace(bias=_zeros(1, 1, waves * rows, length, dtype=torch.bool))
         if score == forward.ALIBI:
             call = call._replace(alibi_slopes=_zeros(1, 1))
         if paged:
@@ -92,7 +94,8 @@ def _forward(plan: Plan) -> Sample:
 
     # The loop may be unrolled by two tiles: an even number of them in between.
     short, long = 8 * keys, 16 * keys
-    kind = ("plain", "softcap", "dropout", "bias", "ALiBi")[score] + (", paged" if paged else "")
+    kind = ("plain", "softcap", "dropout", "bias", "ALiBi", "score_mod", "bool bias")[score]
+    kind += ", paged" if paged else ""
     if waves != gfx942.FORWARD[constants["HEAD_DIM"], constants["HEAD_DIM_V"]].waves:
         kind += f", {waves} wavefronts"
     tiles = (long - short) // keys * waves

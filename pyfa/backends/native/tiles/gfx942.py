@@ -144,7 +144,7 @@ TILES = Tiles(
     # spilled). At 256, the compiler does not unroll the loop of the 32 loads with pages.
     forward_float8_paged=_FLOAT8 | {(128, 128): Forward(32, 8), (256, 256): Forward(32, 4)},
     paged_pairs=((64, 64), (128, 128), (256, 256)),
-    # With plans of a bias or ALiBi alone.
+    # With plans of a bias, a boolean bias or ALiBi alone.
     added_pairs=((64, 64), (96, 96), (128, 128)),
     # As many stages as fit in 256 registers per lane. If less than 32 KB would then be in flight to
     # the one workgroup of a compute unit, as many as fit in 512 registers. At 5.3 TB/s and a
