@@ -25,9 +25,11 @@ _PAGE = 64
 CALLS = {
     "plain": (PLAIN, (64, 96, 128, 256)),
     "bias": (forward.BIAS, (64, 96, 128)),
+    "float32 bias": (forward.FLOAT32_BIAS, (64, 96, 128)),
     "bool bias": (forward.BOOL_BIAS, (64, 96, 128)),
     "shared bool bias": (forward.BOOL_BIAS, (64, 96, 128)),
     "ALiBi": (forward.ALIBI, (64, 96, 128)),
+    "softcap": (forward.SOFTCAP, (64, 96, 128, 256)),
     "pages": (PLAIN, (64, 128, 256)),
 }
 
@@ -35,11 +37,13 @@ CALLS = {
 def call_of(name: str, dim: int, rows: int, keys: int) -> Call:
     call = samples._call({"HEAD_DIM": dim, "HEAD_DIM_V": dim, "DTYPE": 1}, rows, keys)
     if "bias" in name:
-        dtype = torch.bool if "bool" in name else torch.bfloat16
+        dtype = {"bias": torch.bfloat16, "float32 bias": torch.float32}.get(name, torch.bool)
         bias = samples._zeros(1, 1, 1 if "shared" in name else rows, keys, dtype=dtype)
         return call._replace(bias=bias.fill_(dtype == torch.bool))
     if name == "ALiBi":
         return call._replace(alibi_slopes=torch.ones(1, 1))
+    if name == "softcap":
+        return call._replace(softcap=30.0)
     if name == "pages":
         k, v = (x.unflatten(1, (-1, _PAGE)).squeeze(0) for x in (call.k, call.v))
         return call._replace(

@@ -476,11 +476,11 @@ def is_aligned(call: Call) -> bool:
     return True
 
 
-def _bias_row_step(call: Call, dtype: torch.dtype, unit: int) -> int | None:
-    """Return the row stride of the bias, 0 if query rows share a row; None if the bias is not of
-    ``dtype``, or its rows cannot be read in units of ``unit`` elements from 16 bytes on."""
+def _bias_row_step(call: Call, unit: int) -> int | None:
+    """Return the row stride of the bias, 0 if query rows share a row; None if its rows cannot be
+    read in units of ``unit`` elements from 16 bytes on."""
     bias = call.bias
-    if bias is None or call.tree or bias.dtype != dtype or bias.data_ptr() % 16:
+    if bias is None or call.tree or bias.data_ptr() % 16:
         return None
     *steps, last = (step if n > 1 else 0 for step, n in zip(bias.stride(), bias.shape, strict=True))
     return steps[-1] if last == 1 and not any(step % unit for step in steps) else None
@@ -489,28 +489,21 @@ def _bias_row_step(call: Call, dtype: torch.dtype, unit: int) -> int | None:
 def has_bias_tiles(call: Call) -> bool:
     """Return whether tiles of rows and keys of the bias can be copied in units of 16 bytes, and the
     bias has the dtype of q."""
-    step = _bias_row_step(call, call.q.dtype, 8)
+    if call.bias is None or call.bias.dtype != call.q.dtype:
+        return False
+    step = _bias_row_step(call, 8)
     # Offsets inside a tile of rows are 32-bit.
     return step is not None and 0 < step < 1 << 24
 
 
-def _has_bias_fours(call: Call, dtype: torch.dtype) -> bool:
+def bias_fours(call: Call) -> str:
+    """Return the dtype of the bias if four neighboring keys of any of its rows, which query rows
+    may share, can be loaded at once; "" otherwise. The keys are then whole groups of four."""
     if call.bias is None or call.bias.shape[-1] % 4:
-        return False
-    step = _bias_row_step(call, dtype, 4)
+        return ""
+    step = _bias_row_step(call, 4)
     # Offsets inside 32 rows are 32-bit.
-    return step is not None and step < 1 << 23
-
-
-def has_bias_fours(call: Call) -> bool:
-    """Return whether four neighboring keys of any row of the bias, which query rows may share, can
-    be loaded at once, and the bias has the dtype of q. The keys are then whole groups of four."""
-    return _has_bias_fours(call, call.q.dtype)
-
-
-def has_bool_bias_fours(call: Call) -> bool:
-    """Return the same of a bias of bool."""
-    return _has_bias_fours(call, torch.bool)
+    return _name(call.bias.dtype) if step is not None and step < 1 << 23 else ""
 
 
 def are_on_16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> bool:
@@ -526,6 +519,12 @@ def is_positive(scale: float) -> bool:
     return scale >= 2.0**-126
 
 
+def is_low(softcap: float) -> bool:
+    """Return whether ``softcap`` is at most 256, or 0 for none. Then 2⁻²² of it, the error of a
+    tanh without extra work for small scores, changes no probability by more than 2⁻¹⁴ of itself."""
+    return softcap <= 256.0
+
+
 @dataclass(frozen=True)
 class Problem:
     """The properties of a call by which a backend decides whether it can run the call, and with
@@ -534,11 +533,11 @@ class Problem:
     Sizes may be rounded up to buckets (see ``bucketed``); in a packed batch ``seqlen_q`` and
     ``seqlen_k`` are the longest. ``square``: before rounding there are as many queries as keys, and
     both begin at the same position (if this is a block of a larger problem). ``positive``: the
-    scale is above 0 in float32, as kernels that scale after masking require. ``dtype`` is q's;
-    ``dtype_k`` (of k and v) and ``dtype_out`` are "" if they are the same. ``scales``: how many
-    rows of k share one float8 scale, or 0 if all rows of a head of a sequence share one.
-    ``bias_tiles``, ``bias_fours`` and ``bool_bias_fours``: the results of ``has_bias_tiles``,
-    ``has_bias_fours`` and ``has_bool_bias_fours``.
+    scale is above 0 in float32, as kernels that scale after masking require. ``low_softcap``: the
+    result of ``is_low``. ``dtype`` is q's; ``dtype_k`` (of k and v) and ``dtype_out`` are "" if
+    they are the same. ``scales``: how many rows of k share one float8 scale, or 0 if all rows of a
+    head of a sequence share one.
+    ``bias_tiles`` and ``bias_fours``: the results of ``has_bias_tiles`` and ``bias_fours``.
     ``window``: the number of keys in a row's window, 0 if the window has no bound on one side.
     ``mods``: the digest of its score_mod and mask_mod, "" without them. ``described`` is a text for
     messages and is not compared.
@@ -557,13 +556,13 @@ class Problem:
     square: bool
     aligned: bool = True
     positive: bool = True
+    low_softcap: bool = True
     page_size: int = 0
     dtype_k: str = ""
     dtype_out: str = ""
     scales: int = 0
     bias_tiles: bool = False
-    bias_fours: bool = False
-    bool_bias_fours: bool = False
+    bias_fours: str = ""
     window: int = 0
     mods: str = ""
     described: str = field(default="", compare=False)
@@ -613,13 +612,13 @@ def problem_of(
         square=is_square(call),
         aligned=aligned,
         positive=is_positive(call.scale),
+        low_softcap=is_low(call.softcap),
         page_size=call.k.shape[1] if call.page_table is not None else 0,
         dtype_k=_name(call.k.dtype) if call.k.dtype != call.q.dtype else "",
         dtype_out=_name(call.dtype_of_out()) if call.dtype_of_out() != call.q.dtype else "",
         scales=scales_of(call.k_descale, call.k),
         bias_tiles=has_bias_tiles(call),
-        bias_fours=has_bias_fours(call),
-        bool_bias_fours=has_bool_bias_fours(call),
+        bias_fours=bias_fours(call),
         window=window_of(call),
         mods=call.mods,
         described=describe(call, needs_grad, bias_grad, device),

@@ -24,6 +24,7 @@ DEVICE void store(const Context &c, Row (&rows)[kColumns], const Output &o, floa
   for (int n = 0; n < kColumns; ++n) {
     int row = c.row[n];
     float total = M::column_sum(rows[n].total), base = rows[n].base, factor = 1.0f;
+    if (kCaps) base += 0.5f * c.to_base_2[n];  // scores are the softcap too low
     if (p.sinks && p.use_sinks && c.work.part == 0) {
       // One more logit, without a value.
       float sink = ((const float *)p.sinks)[c.work.head] * kLog2E;
@@ -75,6 +76,7 @@ struct State {
   Descale descale;
   Scales scales;  // of the tile whose values come next
   Addend addend;
+  Cap cap;
   int begin, ends;  // the first key, and the sum of the first and last tiles' first keys
 #if LISTS == 1
   Walk<BLOCK_K> walk;
@@ -121,8 +123,10 @@ constexpr bool kLate = kPlain && !kFull;
 // their registers; so, too, if scores are hidden and a tile has many beats. Scores are hidden and maxima
 // computed during the products with values.
 constexpr int kLastNeed = kAllKeyBeats + (kSlices / 2 - 1) * kGroups * kValueBeats;
-constexpr int kElementBeats = kFull || kHides && HEAD_DIM > 64 ? kAllKeyBeats : kLastNeed - 1;
-constexpr int kLargestBeats = kBeats - kAllKeyBeats - 2 - (kEarly ? kValueBeats : 0);
+constexpr int kElementBeats = kFull || kCaps || kHides && HEAD_DIM > 64 ? kAllKeyBeats
+                              : SCORE == FLOAT32_BIAS                    ? (kAllKeyBeats + kBeats) / 2
+                                                                         : kLastNeed - 1;
+constexpr int kLargestBeats = kBeats - kAllKeyBeats - 2 - 2 * kCaps - (kEarly ? kValueBeats : 0);
 DEVICE constexpr int clamp(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
 // The first of `count` items that comes in `beat` or later, if the items are spread over `beats`.
 DEVICE constexpr int first_in(int beat, int beats, int count) {
@@ -133,6 +137,13 @@ DEVICE constexpr int first_element(int beat) { return first_in(beat, kElementBea
 // they arrive in time: 0.737 to 0.859 of the clocks on the matrix unit at 96 by the timing model.
 constexpr int kLoadSlots = kSlots > 10 ? kSlots / 2 : kFloat8 ? kSlots * 3 / 8 : kSlots / 4;
 constexpr int kLoadBeats = kLoadSlots * kKeyBeats;
+// Where a float32 bias of product t is loaded: in place of scores of this tile, which have become probabilities.
+// (Without the two slots at 128, 4 registers spilled.)
+DEVICE constexpr int bias_slot(int t) { return kKeySlots + kValueSlots / 2 * t + (HEAD_DIM == 128 ? 2 : 0); }
+DEVICE constexpr bool are_scores_done(int t) {
+  return first_element(kAllKeyBeats + (bias_slot(t) - kKeySlots) * kValueBeats) >= kElements / kKeyTiles * (t + 1);
+}
+static_assert(SCORE != FLOAT32_BIAS || are_scores_done(0) && are_scores_done(kKeyTiles - 1), "before a bias comes");
 // Values are stored to LDS two slots before the last (one if there are few), so that the barrier waits
 // for no write: by the same model 0.917 at 192 (v 128), where half a slot before the last gave 0.837.
 constexpr int kStoreBeat = kBeats - (kValueSlots > 2 ? 3 : 2) * kValueBeats;
@@ -189,6 +200,17 @@ struct Beside {
     }
     int of_values = beat - kAllKeyBeats - 1;
     if (beat == kAllKeyBeats) state.addend.receive();
+    if (kCaps) {
+#pragma unroll
+      for (int pair = first_in(of_values, kLargestBeats, kPairs);
+           pair < first_in(of_values + 1, kLargestBeats, kPairs); ++pair)
+        state.cap.begin(next, pair);
+#pragma unroll
+      for (int pair = first_in(of_values - 1, kLargestBeats, kPairs);
+           pair < first_in(of_values, kLargestBeats, kPairs); ++pair)
+        state.cap.end(next, pair);
+      of_values -= 2;
+    }
 #pragma unroll
     for (int pair = first_in(of_values, kLargestBeats, kPairs);
          pair < first_in(of_values + 1, kLargestBeats, kPairs); ++pair) {
@@ -257,7 +279,10 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, F
       if (i * kLoadSlots / Values::kLoads == slot) values[i] = in.load_values(i);
     for (int i = 0; i < Keys::kLoads; ++i)
       if (i * kLoadSlots / Keys::kLoads == slot) in.load_keys(i, at.keys);
-    if (kAlone && slot == kLoadSlots) state.addend.load(state.key(first + 2 * BLOCK_K));
+    bool at_once = kHides || kAdds && SCORE != FLOAT32_BIAS;
+    if (at_once && slot == kLoadSlots) state.addend.load(now, state.key(first + 2 * BLOCK_K));
+    for (int t = 0; t < kKeyTiles && SCORE == FLOAT32_BIAS; ++t)
+      if (slot == bias_slot(t)) state.addend.load(now, state.key(first + 2 * BLOCK_K), t);
     // The wavefront that is behind goes first.
     if (slot == 0) __builtin_amdgcn_s_setprio(3);
     if (slot == kSlots / 4) __builtin_amdgcn_s_setprio(2);
@@ -275,7 +300,7 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, F
   for (int slot = 0; slot < kSlots - kEarly; ++slot) multiply(slot, beside);
   if (kEarly) {
     multiply(kSlots - 1, BesideLast{beside});
-    if (kAlone) state.addend.start(now, state.key(first + 2 * BLOCK_K));
+    if (kAdds || kHides) state.addend.start(now, state.key(first + 2 * BLOCK_K));
     state.advance();
     return;
   }
@@ -313,11 +338,11 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
   }
   loads_arrived();
   barrier();
-  if (kAlone) {
-    state.addend.load(state.key(begin));
+  if (kAdds || kHides) {
+    state.addend.load(even, state.key(begin));
     state.addend.start(even, state.key(begin));
     state.addend.receive();
-    state.addend.load(state.key(begin + BLOCK_K));
+    state.addend.load(odd, state.key(begin + BLOCK_K));
     state.addend.start(odd, state.key(begin + BLOCK_K));
   }
   Fragments fragments;
@@ -326,6 +351,10 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
     multiply_keys(even, fragments, state.q, i);
   }
   for (int pair = 0; kHides && pair < kPairs; ++pair) state.addend.hide(even, pair);
+  for (int pair = 0; kCaps && pair < kPairs; ++pair) {
+    state.cap.begin(even, pair);
+    state.cap.end(even, pair);
+  }
   find_largest(even, largest);
   finish_scores(c, state.scales, even, state.key(begin), state.is_full(), largest);
   raise(c, state.scales, state.scales, largest, state.row, state.rescale);
@@ -386,6 +415,7 @@ extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(KERNEL_PARAMS
   for (int n = 0; n < kColumns; ++n) {
     c.row[n] = wave_row + n * MMA + M::column();
     c.to_base_2[n] = kPlain && SCORE != SCORE_MOD ? p.scale * kLog2E : kLog2E;
+    if (kCaps) c.to_base_2[n] = 2.0f * kLog2E * p.softcap;
     if (kFloat8 && kPlain)
       c.to_base_2[n] *= query_scale(p, s, c.head_k, min(c.row[n], s.rows - 1));
     Seen seen = keys_seen(p, s, c.row[n], c.row[n]);
@@ -396,6 +426,7 @@ extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(KERNEL_PARAMS
   State state;
   load_queries(c, state.q);
   state.addend.begin(c, wave_row);
+  state.cap.begin(p);
   for (int t = 0; t < kDimTiles; ++t)
     for (int n = 0; n < kColumns; ++n) state.o[t][n] = Acc{0};
 

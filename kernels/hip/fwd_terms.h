@@ -3,11 +3,14 @@
 #pragma once
 #include "fwd_tile.h"
 
-// A term alone. What the products of a tile are added to, over the scale: a bias or ALiBi. So scores are those of a
-// plain plan. Or a bias of bool, which hides scores that the products leave.
-#if SCORE == BIAS
-// A load has four neighboring keys of a row in each lane.
+// A bias or ALiBi alone: what the products of a tile are added to, over the scale. So scores are those of a plain plan.
+// Or a bias of bool alone, which hides scores that the products leave.
+#if SCORE == BIAS || SCORE == FLOAT32_BIAS
+// A load has four neighboring keys of a row in each lane. Those of float32 go where the scores will be: with registers
+// of their own, 4 spilled at 128.
 struct Addend {
+  static constexpr int kBytes = SCORE == BIAS ? 2 : 4;
+  typedef float Floats __attribute__((ext_vector_type(4)));
   const char *base;           // of the wavefront's first row
   int row_bytes, rows, keys;  // rows: of the wavefront; keys: whole fours of all rows
   unsigned offset[kColumns];  // of the lane's rows
@@ -16,24 +19,31 @@ struct Addend {
 
   METHOD void begin(const Context &c, int first_row) {
     base = terms_of(c.p, c.work.batch, c.work.head, first_row).bias;
-    row_bytes = (int)c.p.bias_row * 2;
+    row_bytes = (int)c.p.bias_row * kBytes;
     rows = min(c.s.rows - first_row, kRows);
     keys = c.p.seqlen_k;
     inverse = 1.0f / c.p.scale;
     for (int n = 0; n < kColumns; ++n) {
-      offset[n] = (n * MMA + M::column()) * row_bytes + M::row(0) * 2;
+      offset[n] = (n * MMA + M::column()) * row_bytes + M::row(0) * kBytes;
       pin(offset[n]);
     }
   }
-  // Of the tile whose first key is `key`. Beyond the last row or key are zeros or other elements: they are masked.
-  METHOD void load(int key) {
+  // Of the tile whose first key is `key`, and whose scores `s` will be: of all products or of one. Beyond the last row
+  // or key are zeros or other elements: they are masked.
+  METHOD void load(Scores &s, int key, int product = -1) {
     int left = keys - key;
-    auto from = buffer(base + key * 2, left > 0 && rows > 0 ? (rows - 1) * row_bytes + left * 2 : 0);
+    auto from = buffer(base + key * kBytes, left > 0 && rows > 0 ? (rows - 1) * row_bytes + left * kBytes : 0);
     for (int t = 0; t < kKeyTiles; ++t)
-      for (int n = 0; n < kColumns; ++n)
-        for (int j = 0; j < kFours; ++j)
-          bits[t][n][j] = __builtin_bit_cast(
-              Pair, __builtin_amdgcn_raw_buffer_load_b64(from, offset[n] + (t * MMA + 8 * j) * 2, 0, 0));
+      for (int n = 0; n < kColumns && (product < 0 || product == t); ++n)
+        for (int j = 0; j < kFours; ++j) {
+          unsigned at = offset[n] + (t * MMA + 8 * j) * kBytes;
+          if (kBytes == 2) {
+            bits[t][n][j] = __builtin_bit_cast(Pair, __builtin_amdgcn_raw_buffer_load_b64(from, at, 0, 0));
+          } else {
+            Floats four = __builtin_bit_cast(Floats, __builtin_amdgcn_raw_buffer_load_b128(from, at, 0, 0));
+            for (int i = 0; i < 4; ++i) s[t][n][4 * j + i] = four[i];
+          }
+        }
   }
   // The scores of that tile begin with what was loaded.
   METHOD void start(Scores &s, int) const {
@@ -42,7 +52,8 @@ struct Addend {
         for (int r = 0; r < M::kRegisters; ++r) {
           unsigned two = bits[t][n][r / 4][r / 2 % 2];
           unsigned one = r % 2 ? two >> 16 : two & 0xffff;
-          s[t][n][r] = inverse * (DTYPE == BFLOAT16 ? __builtin_bit_cast(float, one << 16) : float_of_half(one));
+          float half = DTYPE == BFLOAT16 ? __builtin_bit_cast(float, one << 16) : float_of_half(one);
+          s[t][n][r] = inverse * (kBytes == 2 ? half : s[t][n][r]);
         }
   }
   METHOD void receive() const {}
@@ -60,7 +71,7 @@ struct Addend {
       pin(distance[n]);
     }
   }
-  METHOD void load(int) {}
+  METHOD void load(Scores &, int, int = -1) {}
   // The scores of the tile whose first key is `key` begin with their distances times the slope.
   METHOD void start(Scores &s, int key) const {
     for (int n = 0; n < kColumns; ++n) {
@@ -98,7 +109,7 @@ struct Addend {
     pin(hidden);
   }
   // Of the tile whose first key is `key`. Beyond the last row or key are zeros or other elements: they are masked.
-  METHOD void load(int key) {
+  METHOD void load(Scores &, int key, int = -1) {
     int left = keys - key;
     auto from = buffer(base + key, left > 0 && rows > 0 ? (rows - 1) * row_bytes + left : 0);
     for (int t = 0; t < kKeyTiles; ++t)
@@ -131,12 +142,36 @@ struct Addend {
 #else
 struct Addend {
   METHOD void begin(const Context &, int) {}
-  METHOD void load(int) {}
+  METHOD void load(Scores &, int, int = -1) {}
   METHOD void start(Scores &, int) const {}
   METHOD void receive() const {}
   METHOD void hide(Scores &, int) const {}
 };
 #endif
+
+// A softcap alone. Of x = scale q.k / softcap, a score becomes -1 / (1 + exp(2x)): softcap tanh(x) is twice the softcap
+// times it, plus the softcap, which a softmax does not need and `store` adds. To 2^-22 of the softcap. (The tanh of
+// score.h, to 2 ulp of a small x too, takes 19 instructions instead of 4.) No x needs a bound, and NaN stays NaN.
+struct Cap {
+  float factor;
+
+  METHOD void begin(const Params &p) { factor = kCaps ? 2.0f * kLog2E * (p.scale / p.softcap) : 0.0f; }
+  // Two scores, in two parts: other instructions can come between an exponential and its use.
+  METHOD void begin(Scores &s, int pair) const {
+    both(s, pair, [&](float x) { return exp2(x * factor); });
+  }
+  METHOD void end(Scores &s, int pair) const {
+    both(s, pair, [](float x) { return reciprocal(-1.0f - x); });
+  }
+
+ private:
+  template <typename F>
+  METHOD static void both(Scores &s, int pair, F f) {
+    int t = pair * 2 / M::kRegisters, r = pair * 2 % M::kRegisters;
+    for (int n = 0; n < kColumns; ++n)
+      for (int i = r; i < r + 2; ++i) s[t][n][i] = f(s[t][n][i]);
+  }
+};
 
 // Every score becomes f(score, key) of its register, `key` counted from `key0`. Four at a time: all
 // together would take more registers than there are. In a plain plan `key0` is opaque for each four, or

@@ -21,10 +21,12 @@
 #define ALIBI 4    // ALiBi alone, and a positive scale
 #define SCORE_MOD 5  // a score_mod alone, any scale
 #define BOOL_BIAS 6  // a bias of bool alone, in rows on 4 bytes, and a positive scale
-constexpr bool kAdds = SCORE == BIAS || SCORE == ALIBI;  // what products can begin with
-constexpr bool kHides = SCORE == BOOL_BIAS;              // scores that products leave
-constexpr bool kAlone = kAdds || kHides;
-constexpr bool kPlain = SCORE == PLAIN || kAlone || SCORE == SCORE_MOD;
+#define SOFTCAP 7    // a softcap alone, of at most 256, and a positive scale
+#define FLOAT32_BIAS 8  // as BIAS, but of float32, in rows on 16 bytes
+constexpr bool kAdds = SCORE == BIAS || SCORE == ALIBI || SCORE == FLOAT32_BIAS;  // what products can begin with
+constexpr bool kHides = SCORE == BOOL_BIAS;                                       // scores that products leave
+constexpr bool kCaps = SCORE == SOFTCAP;
+constexpr bool kPlain = SCORE == PLAIN || kAdds || kHides || kCaps || SCORE == SCORE_MOD;
 
 typedef Mma<DTYPE, MMA> M;
 typedef M::Acc Acc;

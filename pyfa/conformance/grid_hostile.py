@@ -66,6 +66,9 @@ def full() -> Iterator[Case]:
                 yield dense(70, 200, causal=index % 4 > 1, **fields | {"hostile": element})
         yield packed(((3, 3), (97, 130)), "kvcache", **terms, **fields)
     yield packed(((33, 65), (97, 130)), "varlen", bias="bool", softcap=5.0, **hidden)
+    for index, dim in enumerate((64, 96, 128, 256)):
+        fields = {"head_dim": dim, "dtype": HALF[index % 2], "causal": True, **hidden}
+        yield dense(65, 97, softcap=5.0, **fields)
     yield dense(40, 60, dtype="float32", bias="bool", backward=True, **hidden)
     for element in ("q=nan", "k=nan", "v=nan"):
         masked = {**hidden, "hostile": element}

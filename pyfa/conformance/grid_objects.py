@@ -24,7 +24,9 @@ _FLOAT8 = "float8_e4m3fnuz"
 _COMMON = ((64, 64), (128, 128))
 _OTHERS = ((96, 96), (192, 128), (192, 192), (256, 256))
 _PAGED = ((64, 64), (128, 128), (256, 256))
-_ADDED = ((64, 64), (96, 96), (128, 128))  # whose forward has kernels for a term alone
+# Whose forward has kernels for a bias or ALiBi alone, and for a softcap alone.
+_ADDED = ((64, 64), (96, 96), (128, 128))
+_SOFTCAP = (*_ADDED, (256, 256))
 # Score terms whose backward, without other terms, has a kernel of its own, by head dims.
 _ALONE: dict[tuple[int, int], tuple[Shape, ...]] = {
     (64, 64): ({"sinks": True}, {"alibi": "batch"}, {"softcap": 2.0}, {"dropout_p": 0.2}),
@@ -126,14 +128,16 @@ def _cases() -> Iterator[Case]:
         yield from _latent(half)
     for pair, half in itertools.product(_ADDED, HALF):
         of_pair: Shape = {"head_dim": pair[0], "dtype": half, "recipe": "mixed"}
-        for term in ({"bias": "full"}, {"alibi": "batch"}, {"bias": "bool"}):
+        for term in ({"bias": "full"}, {"bias": "heads"}, {"alibi": "batch"}, {"bias": "bool"}):
             yield from _added(of_pair | term)
+    for pair, half in itertools.product(_SOFTCAP, HALF):
+        yield from _added({"head_dim": pair[0], "dtype": half, "recipe": "mixed", "softcap": 2.0})
     for pair, half in itertools.product(_PAGED, HALF):
         yield from _plain_pages({"head_dim": pair[0], "dtype": half, "recipe": "mixed"})
     # A bias that query rows share, and one of bool for each head.
     for pair, half in itertools.product(_ADDED, HALF):
         of_pair = {"head_dim": pair[0], "dtype": half, "recipe": "mixed"}
-        for bias in ("keys_like_q", "sequences_bool"):
+        for bias in ("keys_like_q", "keys", "sequences_bool"):
             yield dense(65, 200, 1, bias=bias, window=(100, 20), **_GROUPS, **of_pair)
         yield dense(300, 376, 1, bias="heads_bool", causal=True, sinks=True, **_MANY, **of_pair)
 

@@ -12,7 +12,7 @@ from pyfa import codeobject, dispatch, emulator
 from pyfa.backends.base import OtherAlignment
 from pyfa.backends.common import splits
 from pyfa.backends.common.calls import GENERAL, PLAIN
-from pyfa.backends.hip import code, forward
+from pyfa.backends.hip import code, forward, samples
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
 from pyfa.backends.hip.target import TARGET
@@ -83,8 +83,33 @@ CASES = {
         dtype="float16", lengths_q=(40, 40), lengths_k=(268, 268), bias="sequences_bool",
         heads_q=2, heads_k=1,
     ),
+    "float32 bias": Case(
+        lengths_q=(140,), lengths_k=(200,), bias="heads", sinks=True, heads_q=2, heads_k=1,
+    ),
+    "float32 bias, 128": Case(
+        dtype="float16", lengths_q=(70,), lengths_k=(264,), bias="heads", causal=True, head_dim=128,
+    ),
+    "shared float32 bias": Case(
+        dtype="float16", lengths_q=(140,), lengths_k=(200,), bias="keys", heads_q=2, heads_k=1,
+    ),
     "ALiBi": Case(
         dtype="bfloat16", lengths_q=(140,), lengths_k=(201,), alibi="batch", window=(-1, 90),
+    ),
+    # Scores on both sides of 0, and some that the softcap flattens.
+    "softcap": Case(
+        lengths_q=(140,), lengths_k=(200,), softcap=2.0, scale=0.3, sinks=True, heads_q=2,
+        heads_k=1,
+    ),
+    "softcap, 256": Case(
+        dtype="float16", lengths_q=(140,), lengths_k=(201,), softcap=3.0, scale=0.2, causal=True,
+        head_dim=256,
+    ),
+    "softcap, window": Case(
+        dtype="bfloat16", lengths_q=(140,), lengths_k=(260,), softcap=40.0, window=(70, 20),
+        recipe="growing", head_dim=128,
+    ),
+    "softcap of NaN": Case(
+        lengths_q=(65,), lengths_k=(97,), softcap=5.0, causal=True, hostile="k=nan",
     ),
     "dropout": Case(lengths_q=(66,), lengths_k=(130,), dropout_p=0.2),
     "split": Case(dtype="float16", lengths_q=(80,), lengths_k=(600,), sinks=True),
@@ -134,7 +159,7 @@ FAULTS = {
     "one probability outside the sum": (
         "plain", "state.row[e.n].total += made[i];", "if (i != 5) state.row[e.n].total += made[i];",
     ),
-    "probabilities left out": ("plain", "kAllKeyBeats : kLastNeed - 1", "1 : kLastNeed * 2"),
+    "probabilities left out": ("plain", ": kLastNeed - 1;", ": kLastNeed * 2;"),
     "barrier after the first keys dropped": (
         "plain", "barrier();  // the next load overwrites", "// the next load overwrites",
     ),
@@ -151,22 +176,25 @@ FAULTS = {
     "P truncated": ("offset", "__builtin_amdgcn_perm(b + 0x8000, a + 0x8000,",
                     "__builtin_amdgcn_perm(b, a,"),
     "LSE in base 2": ("plain", "(base + log2(total)) * kLn2", "(base + log2(total))"),
-    "scale forgotten": ("plain", "kPlain ? p.scale * kLog2E : kLog2E", "kLog2E"),
+    "scale forgotten": (
+        "plain", "SCORE_MOD ? p.scale * kLog2E : kLog2E", "SCORE_MOD ? kLog2E : kLog2E",
+    ),
     "softcap's factor forgotten": ("terms", "return t * terms.softcap;", "return t;"),
     "ALiBi of the other sign": ("terms", "return -terms.slope", "return terms.slope"),
     "slopes of the first sequence": ("terms", "batch * p.slopes_batch + head", "head + 1"),
     "bias of the first row": ("terms", "+ row * p.bias_row", ""),
     "a bias in place of its products": ("bias", "first && !kAdds ?", "first ?"),
-    "bias not over the scale": ("bias", "s[t][n][r] = inverse * (", "s[t][n][r] = ("),
+    "bias not over the scale": ("bias", "s[t][n][r] = inverse * (kBytes", "s[t][n][r] = (kBytes"),
     **{f"{fault}, {case}": (case, *changed)
        for case in ("bias, 128", "bool bias, 128")
        for fault, changed in {
            "bias of the tile before": (
-               "addend.load(state.key(first + 2 * BLOCK_K));",
-               "addend.load(state.key(first + BLOCK_K));",
+               "addend.load(now, state.key(first + 2 * BLOCK_K));",
+               "addend.load(now, state.key(first + BLOCK_K));",
            ),
            "bias of the second tile's keys": (
-               "addend.load(state.key(begin + BLOCK_K));", "addend.load(state.key(begin));",
+               "addend.load(odd, state.key(begin + BLOCK_K));",
+               "addend.load(odd, state.key(begin));",
            ),
        }.items()},
     **{f"{fault} of a bool bias": ("bool bias", *changed) for fault, changed in {
@@ -208,20 +236,39 @@ FAULTS = {
     "a bool bias of the first rows": (
         "bool bias, 96", "state.addend.begin(c, wave_row);", "state.addend.begin(c, first_row);",
     ),
-    "bias of neighboring keys": ("bias", "(t * MMA + 8 * j) * 2, 0, 0)",
-                                 "(t * MMA + 4 * j) * 2, 0, 0)"),
+    "bias of neighboring keys": ("bias", "(t * MMA + 8 * j) * kBytes",
+                                 "(t * MMA + 4 * j) * kBytes"),
     "a bias that rows share not loaded": (
-        "shared bias", "rows > 0 ? (rows - 1) * row_bytes + left * 2",
-        "row_bytes > 0 ? (rows - 1) * row_bytes + left * 2",
+        "shared bias", "rows > 0 ? (rows - 1) * row_bytes + left * kBytes",
+        "row_bytes > 0 ? (rows - 1) * row_bytes + left * kBytes",
     ),
     "a bias that rows share, in rows": (
-        "shared bias", "row_bytes = (int)c.p.bias_row * 2", "row_bytes = (int)c.p.seqlen_k * 2",
+        "shared bias", "row_bytes = (int)c.p.bias_row *", "row_bytes = (int)c.p.seqlen_k *",
     ),
     "bias of the first wavefront's rows": (
         "bias", "state.addend.begin(c, wave_row);", "state.addend.begin(c, first_row);",
     ),
     "bias of the row before": ("bias", "(n * MMA + M::column()) * row_bytes",
                                "(n * MMA + M::column() ^ 1) * row_bytes"),
+    "float32 bias of a key in two": (
+        "float32 bias", "4 * j + i] = four[i];", "4 * j + i] = four[i & 2];",
+    ),
+    "float32 bias not over the scale": (
+        "float32 bias", "s[t][n][r] = inverse * (kBytes", "s[t][n][r] = (kBytes",
+    ),
+    "float32 bias of the tile before": (
+        "float32 bias, 128", "addend.load(now, state.key(first + 2 * BLOCK_K), t);",
+        "addend.load(now, state.key(first + BLOCK_K), t);",
+    ),
+    "float32 bias that ends with 2 bytes a key": (
+        "float32 bias, 128", "row_bytes + left * kBytes : 0", "row_bytes + left * 2 : 0",
+    ),
+    "float32 bias of keys at 2 bytes": (
+        "shared float32 bias", "buffer(base + key * kBytes,", "buffer(base + key * 2,",
+    ),
+    "a float32 bias that rows share, in rows": (
+        "shared float32 bias", "row_bytes = (int)c.p.bias_row *", "row_bytes = (int)c.p.seqlen_k *",
+    ),
     "ALiBi of the next row": ("ALiBi", "M::row(0) - c.row[n] - c.s.shift",
                               "M::row(0) - c.row[n] - 1 - c.s.shift"),
     "ALiBi of keys in a row": ("ALiBi", "(float)(t * MMA + r / 4 * 8 + r % 4)",
@@ -230,6 +277,32 @@ FAULTS = {
     "ALiBi of the tile before": (
         "ALiBi", "addend.start(now, state.key(first + 2 * BLOCK_K));",
         "addend.start(now, state.key(first + BLOCK_K));",
+    ),
+    "softcap of half the scores": ("softcap", "kCaps ? 2.0f * kLog2E *", "kCaps ? kLog2E *"),
+    "softcap of half its size": (
+        "softcap, 256", "to_base_2[n] = 2.0f * kLog2E * p.softcap",
+        "to_base_2[n] = kLog2E * p.softcap",
+    ),
+    "softcap of scores without their scale": (
+        "softcap", "(p.scale / p.softcap)", "(1.0f / p.softcap)",
+    ),
+    "softcap not added to the LSE": ("softcap, 256", "if (kCaps) base +=", "if (false) base +="),
+    "softcap of masked scores": (
+        "softcap, 256", "key > c.last_key[n] || key < c.first_key[n] ? -INFINITY_F : x",
+        "key > c.last_key[n] || key < c.first_key[n] ? -1.0f : x",
+    ),
+    "softcap that takes NaN for a number": (
+        "softcap of NaN", "reciprocal(-1.0f - x)", "reciprocal(__builtin_fminf(-1.0f - x, -1.0f))",
+    ),
+    "the first tile's last scores without softcap": (
+        "softcap", "kCaps && pair < kPairs; ++pair", "kCaps && pair < kPairs - 1; ++pair",
+    ),
+    "a pair of scores without softcap": (
+        "softcap, window", "state.cap.begin(next, pair);",
+        "if (pair != 5) state.cap.begin(next, pair);",
+    ),
+    "maxima of scores before the softcap": (
+        "softcap, window", "of_values -= 2;", "of_values += 1;",
     ),
     "sink forgotten": ("terms", "p.sinks && p.use_sinks &&", "false &&"),
     "sink in every part": ("split", "&& c.work.part == 0", ""),
@@ -359,15 +432,18 @@ def test_resources(plan):
     assert not [name for name in names if any(part in name for part in slow)]
 
 
-def test_at_most_76_plans():
-    assert len(PLANS) <= 76
+def test_at_most_96_plans():
+    assert len(PLANS) <= 96
 
 
 @pytest.mark.parametrize(
     ("score", "options"),
     [
         (forward.BIAS, {"bias": torch.zeros(1, 2, 40, 72, dtype=torch.bfloat16)}),
-        (GENERAL, {"bias": torch.zeros(1, 2, 40, 72)}),  # in float32
+        (forward.FLOAT32_BIAS, {"bias": torch.zeros(1, 2, 40, 72)}),
+        (forward.FLOAT32_BIAS, {"bias": torch.zeros(1, 1, 1, 72)}),
+        (GENERAL, {"bias": torch.zeros(1, 2, 40, 73)[..., 1:]}),  # not on 16 bytes
+        (GENERAL, {"bias": torch.zeros(1, 2, 40, 72, dtype=torch.float16)}),  # the other format
         (forward.BIAS, {"bias": torch.zeros(1, 2, 1, 72, dtype=torch.bfloat16)}),  # rows share it
         (GENERAL, {"bias": torch.zeros(1, 2, 40, 72, dtype=torch.bfloat16), "scale": -0.1}),
         (forward.BOOL_BIAS, {"bias": torch.ones(1, 2, 40, 72, dtype=torch.bool), "causal": True}),
@@ -380,6 +456,9 @@ def test_at_most_76_plans():
         (GENERAL, {"bias": torch.ones(1, 2, 40, 72, dtype=torch.bool), "softcap": 9.0}),
         (GENERAL, {"bias": torch.ones(1, 2, 40, 72, dtype=torch.bool), "scale": -0.1}),
         (forward.ALIBI, {"alibi_slopes": torch.ones(2), "causal": True}),
+        (forward.SOFTCAP, {"softcap": 256.0, "window": (20, 0)}),
+        (GENERAL, {"softcap": 257.0}),
+        (GENERAL, {"softcap": 9.0, "scale": -0.1}),
         (GENERAL, {"alibi_slopes": torch.ones(2), "softcap": 9.0}),
         (GENERAL, {"alibi_slopes": torch.ones(2), "batch_invariant": True}),
     ],
@@ -389,6 +468,16 @@ def test_a_term_alone_has_plans_of_its_own(score, options):
     answer = pyfa.explain(q, k, k, device="MI300X", **options)
     constants = dict(answer.answers[0].plan.constants)
     assert constants["SCORE"] == score
+
+
+@pytest.mark.parametrize(
+    ("softcap", "score"), [(256.0, forward.SOFTCAP), (300.0, GENERAL), (2.0, forward.SOFTCAP)]
+)
+def test_a_prepared_plan_is_that_of_the_softcap(softcap, score):
+    """Calls that differ in nothing else."""
+    call = samples._call({"HEAD_DIM": 64, "HEAD_DIM_V": 64, "DTYPE": 1}, 40, 72)
+    prepared = dispatch.prepare(call._replace(softcap=softcap), "emulator", False, False)
+    assert dict(prepared.plan.constants)["SCORE"] == score
 
 
 def test_a_bias_whose_keys_are_no_whole_fours_has_a_general_plan():

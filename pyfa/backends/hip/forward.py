@@ -21,7 +21,8 @@ FLOAT8_CODE = 2
 ROWS = 32  # of a wavefront
 LANES = 64
 # The score classes of a term alone (``kernels/hip/fwd_tile.h``).
-BIAS, ALIBI, SCORE_MOD, BOOL_BIAS = 3, 4, 5, 6
+BIAS, ALIBI, SCORE_MOD, BOOL_BIAS, SOFTCAP, FLOAT32_BIAS = 3, 4, 5, 6, 7, 8
+_OF_BIAS = {"bool": BOOL_BIAS, "float32": FLOAT32_BIAS}  # of a bias of another dtype than q's
 # Plain calls with other features do not use workgroups of 4 wavefronts: their plans are others, or
 # (``batch_invariant``) their bits must not depend on the grid. With other features, pages and terms
 # alone have general plans.
@@ -63,8 +64,8 @@ def plan(backend: str, problem: Problem) -> Plan:
         score = max(score, GENERAL)
     if paged and not problem.features <= _SIMPLE | {"paged"}:
         score = max(score, GENERAL)
-    if score == GENERAL and problem.positive and pair in tiles.added_pairs:
-        score = _alone(problem)
+    if score == GENERAL and problem.positive:
+        score = _alone(problem, tiles, pair)
     of_mods = problem.features <= _SIMPLE | _MODS
     if score == GENERAL and of_mods and "score_mod" in problem.features:
         score = SCORE_MOD
@@ -94,12 +95,15 @@ def fallbacks(plan: Plan) -> list[Plan]:
     return list(dict.fromkeys(found))
 
 
-def _alone(problem: Problem) -> int:
-    """Return the score class of a bias alone or ALiBi alone, else ``GENERAL``."""
+def _alone(problem: Problem, tiles: Tiles, pair: Pair) -> int:
+    """Return the score class of a term alone that ``pair`` has a plan of, else ``GENERAL``."""
+    if problem.features <= _SIMPLE | {"softcap"}:
+        fits = problem.low_softcap and pair in tiles.softcap_pairs
+        return SOFTCAP if fits else GENERAL
+    if pair not in tiles.added_pairs:
+        return GENERAL
     if problem.features - {"bias_grad"} <= _SIMPLE | {"bias"}:
-        if problem.bool_bias_fours:
-            return BOOL_BIAS
-        return BIAS if problem.bias_fours else GENERAL
+        return {problem.dtype: BIAS, **_OF_BIAS}.get(problem.bias_fours, GENERAL)
     return ALIBI if problem.features <= _SIMPLE | {"alibi"} else GENERAL
 
 
@@ -200,8 +204,9 @@ def _scores_of(tiles: Tiles, pair: Pair, float8: bool, paged: bool) -> tuple[int
     """Return the score classes that plans of ``pair`` have."""
     if float8 or paged:
         return (GENERAL,) if float8 and paged else (PLAIN, GENERAL)
-    alone = (BIAS, ALIBI, BOOL_BIAS) if pair in tiles.added_pairs else ()
-    return (PLAIN, GENERAL, DROPOUT, *alone)
+    alone = (BIAS, ALIBI, BOOL_BIAS, FLOAT32_BIAS) if pair in tiles.added_pairs else ()
+    capped = (SOFTCAP,) if pair in tiles.softcap_pairs else ()
+    return (PLAIN, GENERAL, DROPOUT, *alone, *capped)
 
 
 def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:

@@ -16,7 +16,7 @@ from ...plan import Plan
 from ...problem import Call, tensors_of
 from ..base import Saved
 from ..common import calls
-from ..common.calls import DROPOUT, GENERAL
+from ..common.calls import DROPOUT, GENERAL, PLAIN
 from ..native import backward as native_backward
 from ..native import decode as native_decode
 from ..native import forward as native_forward
@@ -29,6 +29,11 @@ LANES = forward.LANES
 _DTYPES = {code: getattr(torch, name) for name, code in calls.DTYPE_CODES.items()}
 _DTYPES[forward.FLOAT8_CODE] = getattr(torch, forward.FLOAT8)
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", _DTYPES[forward.FLOAT8_CODE]: "fp8"}
+_SCORES = {
+    PLAIN: "plain", GENERAL: "softcap", DROPOUT: "dropout", forward.BIAS: "bias",
+    forward.ALIBI: "ALiBi", forward.SOFTCAP: "softcap alone", forward.FLOAT32_BIAS: "float32 bias",
+    forward.BOOL_BIAS: "bool bias",
+}  # fmt: skip
 _PAGE = 64
 _ALIGNED = 512  # bytes, of PyTorch's allocator on a GPU
 
@@ -73,12 +78,14 @@ def _forward(plan: Plan) -> Sample:
         call = _call(constants, waves * rows, length)
         if causal:
             call = call._replace(window_right=0)
-        if score == GENERAL:
+        if score in (GENERAL, forward.SOFTCAP):
             call = call._replace(softcap=30.0)
         if score == DROPOUT:
             call = call._replace(dropout_p=0.1, seed=torch.zeros(1, dtype=torch.int64))
         if score == forward.BIAS:
             call = call._replace(bias=_zeros(1, 1, waves * rows, length, dtype=call.q.dtype))
+        if score == forward.FLOAT32_BIAS:
+            call = call._replace(bias=_zeros(1, 1, waves * rows, length, dtype=torch.float32))
         if score == forward.BOOL_BIAS:
             call = call._replace(bias=_zeros(1, 1, waves * rows, length, dtype=torch.bool))
         if score == forward.ALIBI:
@@ -94,8 +101,7 @@ def _forward(plan: Plan) -> Sample:
 
     # The loop may be unrolled by two tiles: an even number of them in between.
     short, long = 8 * keys, 16 * keys
-    kind = ("plain", "softcap", "dropout", "bias", "ALiBi", "score_mod", "bool bias")[score]
-    kind += ", paged" if paged else ""
+    kind = _SCORES[score] + (", paged" if paged else "")
     if waves != gfx942.FORWARD[constants["HEAD_DIM"], constants["HEAD_DIM_V"]].waves:
         kind += f", {waves} wavefronts"
     tiles = (long - short) // keys * waves

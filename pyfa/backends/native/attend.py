@@ -13,10 +13,9 @@ from ...problem import (
     Append,
     Call,
     are_on_16,
+    bias_fours,
     form_of,
-    has_bias_fours,
     has_bias_tiles,
-    has_bool_bias_fours,
     tensors_of,
 )
 from ...sizes import Extent, Totals
@@ -142,7 +141,7 @@ def _bind(
     started = launch.launch_of(program, (*inputs, *by_list.of(call)))
     # A bias that is copied in tiles or loaded in fours is the next input and must be aligned, too.
     # Other kernels that read a bias may rely on this.
-    of_units = has_bias_tiles(call) or has_bias_fours(call) or has_bool_bias_fours(call)
+    of_units = has_bias_tiles(call) or bias_fours(call)
     runs = run_of(program, started, launch.empty, 4 if of_units else 3)
     if not by_list.names:
         return runs

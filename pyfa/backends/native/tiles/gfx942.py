@@ -84,6 +84,7 @@ class Tiles(NamedTuple):
     forward_float8_paged: Mapping[Pair, Forward]
     paged_pairs: tuple[Pair, ...]
     added_pairs: tuple[Pair, ...]
+    softcap_pairs: tuple[Pair, ...]
     decode: Mapping[Pair, tuple[Decode, ...]]
     decode_float8: Mapping[Pair, tuple[Decode, ...]]
     latent: Mapping[Pair, tuple[Decode, ...]]
@@ -146,6 +147,9 @@ TILES = Tiles(
     paged_pairs=((64, 64), (128, 128), (256, 256)),
     # With plans of a bias, a boolean bias or ALiBi alone.
     added_pairs=((64, 64), (96, 96), (128, 128)),
+    # With plans of a softcap alone: those of models that have one (Gemma 2: 256, Grok: 128), and
+    # the common ones.
+    softcap_pairs=((64, 64), (96, 96), (128, 128), (256, 256)),
     # As many stages as fit in 256 registers per lane. If less than 32 KB would then be in flight to
     # the one workgroup of a compute unit, as many as fit in 512 registers. At 5.3 TB/s and a
     # latency of 1 to 2 µs, an MI300X has 17 to 35 KB in flight to each compute unit.
