@@ -245,7 +245,7 @@ class TestCompileAndInspect:
         wanted = [
             forward.plan("hip", replace(long, head_dim=dim, head_dim_v=dim, features=features))
             for dim, features in (
-                (64, frozenset()), (128, frozenset()), (64, frozenset({"softcap"})),
+                (64, frozenset()), (128, frozenset()), (64, frozenset({"softcap", "alibi"})),
             )
         ]  # fmt: skip
         wanted.append(plans.plan_of("hip", "combine", calls.DTYPE_CODES["bfloat16"]))
