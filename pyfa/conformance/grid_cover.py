@@ -3,15 +3,13 @@
 ``benchmarks/cover.py`` drew cases at random, ran them in the emulator on the gfx942 objects in the
 wheel, and kept those that executed new instructions. The file ``grid_cover.jsonl`` has one of them
 per line. The cases of level "quick" are those that execute the most instructions in the least time:
-60 of those that were drawn, then 161 cases, mostly of other families of the full level, of which
-``cover.py --quick`` chose all but the last 31: these launch the code objects that no other quick
-case launches. The families run the code objects of head dims 96, 192 and 256, of float8 caches, of
-pages in prefill and of dropout. The last 16 of the level are cases of the full level that catch
-planted faults.
+60 of those that were drawn, then others, of which ``cover.py --quick`` chose most. Some launch code
+objects that no other quick case launches: of head dims 96, 192 and 256, of float8 caches, of pages
+in prefill, of dropout, and of a term alone. Others catch planted faults.
 
-The quick level executes 70 % of all instructions of the 329 code objects in the wheel. In the
-emulator, the 162 cases take 57 s. A kernel that changes may need other cases: ``cover.py --quick``
-writes lines to add. A case that is no longer needed does no harm.
+The quick level executes 70 % of all instructions of the code objects in the wheel
+(``benchmarks/results/coverage_gfx942_all.json``). A kernel that changes may need other cases:
+``cover.py --quick`` writes lines to add. A case that is no longer needed does no harm.
 """
 
 from __future__ import annotations
