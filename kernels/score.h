@@ -89,6 +89,12 @@ DEVICE float bias_of(const Terms &terms, int key) {
   return bias_value<size>(terms.bias_type, bits);
 }
 
+DEVICE float bias_of(const Terms &terms, int key) {
+  int size = size_of_bias(terms.bias_type);
+  return size == 4 ? bias_of<4>(terms, key)
+                   : size == 1 ? bias_of<1>(terms, key) : bias_of<2>(terms, key);
+}
+
 // The score `x` with the bias of one key. What a boolean one masks is -inf whatever `x` is: the key may be NaN.
 template <int size>
 DEVICE float biased(const Terms &terms, float x, int key) {

@@ -360,7 +360,8 @@ DEVICE Weights weigh(Acc &s, Pair (&rounded)[kFours], const Context &c, Acc minu
         // What is not seen need not be there: any element does for it.
         int other = row0 + bit_of(r) & bits_of(seen, bit_of(r));
         at.bias = bias + (kKeys ? other : place) * row_step;
-        s[r] = biased(at, s[r], kKeys ? place : other);
+        // `biased` takes registers: with a mask 260 at 128, so that one workgroup fits where two have to.
+        s[r] += bias_of(at, kKeys ? place : other);
       }
     } else {
       Biases biases;

@@ -100,7 +100,7 @@ DEVICE void weigh(const Params &p, Place at, const float (&s)[m][n][4], Shared m
         if (bias) {
           // What is not seen need not be there: any element does for it.
           terms.bias = bias + (seen ? row : 0) * bias_row;
-          x = biased(terms, x, seen ? key : 0);
+          x += bias_of(terms, seen ? key : 0);
         }
         weight[r] = seen ? exp2(x * kLog2E + lse[r % 2]) : 0.0f;
 #ifdef HAS_SCORE_MOD
