@@ -34,6 +34,10 @@ _SCORES = {
     forward.ALIBI: "ALiBi", forward.SOFTCAP: "softcap alone", forward.FLOAT32_BIAS: "float32 bias",
     forward.BOOL_BIAS: "bool bias",
 }  # fmt: skip
+# The dtype of a bias alone; None for q's.
+_BIASES = {
+    forward.BIAS: None, forward.FLOAT32_BIAS: torch.float32, forward.BOOL_BIAS: torch.bool,
+}  # fmt: skip
 _PAGE = 64
 _ALIGNED = 512  # bytes, of PyTorch's allocator on a GPU
 
@@ -82,12 +86,9 @@ def _forward(plan: Plan) -> Sample:
             call = call._replace(softcap=30.0)
         if score == DROPOUT:
             call = call._replace(dropout_p=0.1, seed=torch.zeros(1, dtype=torch.int64))
-        if score == forward.BIAS:
-            call = call._replace(bias=_zeros(1, 1, waves * rows, length, dtype=call.q.dtype))
-        if score == forward.FLOAT32_BIAS:
-            call = call._replace(bias=_zeros(1, 1, waves * rows, length, dtype=torch.float32))
-        if score == forward.BOOL_BIAS:
-            call = call._replace(bias=_zeros(1, 1, waves * rows, length, dtype=torch.bool))
+        if score in _BIASES:
+            dtype = _BIASES[score] or call.q.dtype
+            call = call._replace(bias=_zeros(1, 1, waves * rows, length, dtype=dtype))
         if score == forward.ALIBI:
             call = call._replace(alibi_slopes=_zeros(1, 1))
         if paged:
