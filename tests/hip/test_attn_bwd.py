@@ -134,7 +134,8 @@ FAULTS = {
     ),
     "slope of softcap forgotten": ("terms", "w.p[r] * slope[r]", "w.p[r]"),
     "bias of a neighbor": (
-        "terms", "kKeys ? place : other);\n", "(kKeys ? place : other) ^ 1);\n",
+        "terms", "offset[i] = M::row(i) * step + M::column()",
+        "offset[i] = M::row(i ^ 1) * step + M::column()",
     ),
     "kept bits of another row": (
         "dropout",
@@ -201,7 +202,7 @@ def test_sound(case):
     assert not faults_found([CASES[case]])
 
 
-@pytest.mark.parametrize("fault", turns.faults(FAULTS, NIGHT))
+@pytest.mark.parametrize("fault", turns.faults(FAULTS, (*NIGHT, "softcap")))
 def test_fault_is_caught(fault, plant):
     case, snippet, other = FAULTS[fault]
     plant("hip/attn_bwd.hip", snippet, other)

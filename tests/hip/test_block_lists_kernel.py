@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import turns
 
 import pyfa
 from pyfa import blocks, mods
@@ -78,6 +79,7 @@ OF_EACH = [
     for turn, tiles in enumerate(KINDS)
     if name not in modifiers_more.MASKS or number % 2 == turn
 ]
+OF_EACH = turns.some(OF_EACH, 2, kind=lambda each: each[1], name=str)
 
 
 @pytest.fixture

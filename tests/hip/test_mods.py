@@ -56,6 +56,10 @@ FAULTS = {
                                           " i += kAtOnce / 2"),
     "scaled twice": (FORWARD, ALONE, "kPlain && SCORE != SCORE_MOD ?", "kPlain ?"),
     "slope of the other sign": (BACKWARD, CASES["packed"], "slope *= mine;", "slope *= -mine;"),
+    "bias of a neighbor": (
+        BACKWARD, CASES["all terms"], "kKeys ? place : other);\n",
+        "(kKeys ? place : other) ^ 1);\n",
+    ),
     "hidden in forward alone": (
         BACKWARD, CASES["packed"], "seen = is_seen(place, kKeys ? at : own, kKeys ? own : at) ?",
         "seen = true ?",
@@ -63,7 +67,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", turns.cases(CASES, night=("dropout",)))
+@pytest.mark.parametrize("name", turns.cases(CASES, night=("dropout", "alone, 256")))
 def test_sound(name):
     assert not faults_found([CASES[name]])
 

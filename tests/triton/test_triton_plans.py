@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import turns
 
 from pyfa import device
 from pyfa.arch import ARCHS
@@ -23,6 +24,10 @@ from pyfa.backends.triton import quantize, resources, specs  # noqa: E402
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import triton_resources as table
+
+# Those with kernels much like another's at night.
+ARCHS_OF_WIDE = turns.cases(("gfx942", "sm_80", "sm_89", "sm_90a"), night=("sm_80", "sm_89"))
+ARCHS_OF_FLOAT8 = turns.cases(("gfx942", "gfx950", "sm_89", "sm_90a"), night=("gfx950", "sm_89"))
 
 
 def _problem(arch: str, head_dim: int, dtype: str = "bfloat16", **changes: object) -> Problem:
@@ -166,7 +171,7 @@ def test_forward_compiles_ahead_of_time(arch: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("arch", ARCHS_OF_WIDE)
 @pytest.mark.parametrize("features", [("dv",), ("dv", "latent")])
 def test_wide_heads_compile_ahead_of_time(arch: str, features: tuple[str, ...]) -> None:
     problem = table.problem_of(arch, 576, "bfloat16", "causal", *features)
@@ -225,7 +230,7 @@ def test_backward_compiles_ahead_of_time(arch: str) -> None:
         assert found.spill_bytes == 0
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("arch", ARCHS_OF_FLOAT8)
 def test_float8_compiles_without_a_gpu(arch: str) -> None:
     found = dict(table.float8_specs_of(arch, 128))
     assert len(found) == 6
@@ -238,7 +243,7 @@ def test_float8_compiles_without_a_gpu(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90a"])
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", turns.cases((128, 256), night=(256,)))
 def test_quantizing_compiles_ahead_of_time(arch: str, dim: int) -> None:
     """Blocks of 128 rows, rotated and held in registers, or read again from the L2."""
     made = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
