@@ -96,16 +96,17 @@ class Fitting:
     ``free`` lists the dimensions whose sizes may differ. ``alike`` maps a tensor's number to the
     tensors whose free dimension must have the same size (the total of rows) as its own. Strides
     that depend on a free dimension are not compared. A contiguous tensor with free dimensions must
-    therefore stay contiguous.
+    therefore stay contiguous. ``off_16``: the number of a tensor that must not be 16-byte aligned.
     """
 
-    __slots__ = ("_alike", "_facts", "_free", "_whole", "fits")
+    __slots__ = ("_alike", "_facts", "_free", "_off_16", "_whole", "fits")
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
         free: Free | None = None,
         alike: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        off_16: int | None = None,
     ) -> None:
         self._free = at = free or {}
         self._alike = [(a, at[a], [(b, at[b]) for b in others]) for a, others in alike.items()]
@@ -113,6 +114,7 @@ class Fitting:
             number for number, at in self._free.items() if at and tensors[number].is_contiguous()
         ]
         self._facts = facts(tensors, self._free)
+        self._off_16 = off_16
         self.fits: Fits = self._first
 
     def _first(self, *tensors: torch.Tensor) -> bool:
@@ -127,7 +129,15 @@ class Fitting:
         return _torch.is_unwatched(*tensors) and facts(tensors, self._free) == self._facts
 
     def _agreeing(self, fits: Fits) -> Fits:
-        """Return a check that tensors pass ``fits``, and that their totals agree."""
+        """Return a check that tensors pass ``fits``, that their totals agree, and that the one of
+        ``off_16`` is misaligned."""
+        off_16 = self._off_16
+        if off_16 is not None:
+            totals = self._with_totals(fits)
+            return lambda *tensors: totals(*tensors) and tensors[off_16].data_ptr() & 15 != 0
+        return self._with_totals(fits)
+
+    def _with_totals(self, fits: Fits) -> Fits:
         alike, whole = self._alike, self._whole
         if not (alike or whole):
             return fits
@@ -197,11 +207,13 @@ class Bound:
         self.pick = picking(("", *self.form.names), call.mods)
         self.returns_lse, self.needs_grad = call.return_lse, who[1]
         self.writes = append is not None and append.k is not None
-        # k and v have the same rows.
-        self.fitting = Fitting(tensors, self.free, {1: (2,)} if 1 in self.free else {})
         self.modes = modes() if any(x.requires_grad for x in tensors) else None
         self.has_bias = call.bias is not None
         self.aligned = _alignments(tensors, self.has_bias)
+        # k and v have the same rows. A plan for a misaligned bias may be slower, and would run an
+        # aligned one.
+        alike, off_16 = {1: (2,)} if 1 in self.free else {}, None if self.aligned[1] else 3
+        self.fitting = Fitting(tensors, self.free, alike, off_16)
         self.backwards: dict[bool, list[tuple[Fitting, RunBackward]]] = {False: [], True: []}
 
 

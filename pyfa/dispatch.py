@@ -30,6 +30,7 @@ from .device import Device, of
 from .errors import PerformanceWarning, UnsupportedProblem
 from .plan import Plan
 from .problem import (
+    MAY_HAVE_BOOLS,
     STEPS,
     WITH_VALUES,
     Append,
@@ -104,8 +105,8 @@ def preference(argument: str | Sequence[str] | None) -> str:
 class Prepared(NamedTuple):
     """A backend with its plan, ready for every call whose problem falls into the same bucket.
 
-    ``check`` says whether the tensors hold offsets or lengths whose values must be checked before a
-    run.
+    ``check`` says whether the tensors hold values that must be checked before a run, such as
+    offsets or lengths.
     """
 
     backend: Backend
@@ -290,8 +291,10 @@ def _choose(problem: Problem, wanted: str) -> Prepared:
                 _warn_if_lost(refused, order)
             if env.get("PYFA_LOG") == "plan":
                 _log.info("plan for %s: %s %s", problem.described, name, answer.plan)
-            has_values = not WITH_VALUES.isdisjoint(problem.features)
-            check = has_values and (problem.arch == "cpu" or _check_on_device)
+            read = WITH_VALUES if problem.arch == "cpu" else frozenset()
+            if _check_on_device:
+                read = WITH_VALUES | MAY_HAVE_BOOLS
+            check = not read.isdisjoint(problem.features)
             return Prepared(BACKENDS[name], answer.plan, check)
         refused[name] = answer.reasons
     raise UnsupportedProblem(problem.described, refused)

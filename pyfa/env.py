@@ -75,8 +75,9 @@ VARIABLES: dict[str, Variable] = {
             _flag,
             False,
             "0 or 1",
-            "Check values that are on the device: `cu_seqlens`, `seqused`, cache lengths and "
-            "page-table entries. Each check waits for the device. Read once, at import.",
+            "Check values that are on the device: `cu_seqlens`, `seqused`, cache lengths, "
+            "page-table entries and the bytes of boolean masks. Each check waits for the device. "
+            "Read once, at import.",
         ),
         Variable(
             "PYFA_LOG",

@@ -383,6 +383,8 @@ FEATURES: dict[str, Feature] = {
 }  # fmt: skip
 TERMS = frozenset(name for name, feature in FEATURES.items() if feature.is_term)
 WITH_VALUES = frozenset(name for name, feature in FEATURES.items() if feature.has_values)
+# With these, a tensor may be boolean. It is read in every element, so only PYFA_CHECK=1 checks it.
+MAY_HAVE_BOOLS = frozenset(("bias", "tree"))
 # With these, how much a block does depends on the values of tensors.
 _UNEVEN = ("varlen", "seqused", "paged", "leftpad", "topk")
 

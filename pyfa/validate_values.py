@@ -1,4 +1,4 @@
-"""Checks that read the values of tensors: offsets, lengths, page numbers, scales.
+"""Checks that read the values of tensors: offsets, lengths, page numbers, scales, boolean masks.
 
 The checks of ``validate`` run first. These run on the tensors that a backend gets.
 """
@@ -16,7 +16,7 @@ from .validate import wrong
 
 def check(call: Call, append: Append | None = None) -> None:
     """Raise ``ValueError`` for offsets, lengths and page numbers that point outside their tensors,
-    including those of the append.
+    including those of the append, and for booleans whose bytes are not 0 or 1.
 
     This reads tensor values, which is cheap on the CPU and waits for a GPU (where it runs only with
     ``PYFA_CHECK=1``).
@@ -33,6 +33,7 @@ def check(call: Call, append: Append | None = None) -> None:
     for name, scales in zip("qkv", (call.q_descale, call.k_descale, call.v_descale), strict=True):
         if scales is not None:
             _check_scales(f"descale ({name})", scales, call)
+    _check_bytes("tree_mask" if call.tree else "bias", call.bias)
     _check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q, call.max_seqlen_q, "max_seqlen_q")
     _check_offsets("cu_seqlens_k", call.cu_seqlens_k, call.k, call.max_seqlen_k, "max_seqlen_k")
     _check_range("seqused_q", call.seqused_q, _room(call.cu_seqlens_q, call.max_seqlen_q))
@@ -92,6 +93,16 @@ def _check_scales(name: str, scales: torch.Tensor, call: Call) -> None:
         bad &= ~scales.isnan()  # a block of which no row is anybody's may have any scale
     if bad.any():
         wrong(name, "positive numbers", scales[bad][0].item())
+
+
+def _check_bytes(name: str, mask: torch.Tensor | None) -> None:
+    """Check a boolean mask: some kernels put the bits of neighboring bytes side by side."""
+    if mask is None or mask.dtype is not torch.bool:
+        return
+    values = mask.view(torch.uint8)
+    bad = values[values > 1]
+    if bad.numel():
+        wrong(name, "bytes that are 0 or 1", bad[0].item())
 
 
 def _room(offsets: torch.Tensor | None, longest: int) -> int | list[int]:

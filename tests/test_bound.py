@@ -457,3 +457,17 @@ def test_two_ways_to_ask_for_one_call_are_both_found_again(long_ways: list[Any])
         for options in ways:
             torch.testing.assert_close(pyfa.attention(*tensors, **options), expected)
     assert len(long_ways) == len(ways)
+
+
+def test_an_aligned_bias_does_not_stay_with_a_misaligned_one(long_ways: list[Any]) -> None:
+    """What is bound for a misaligned bias may be slower, and would also run an aligned one."""
+    q, k, v = inputs(False)
+    bias = torch.randn(2, 2, 12, 12)
+    first = pyfa.attention(q, k, v, bias=misaligned(bias))
+    for aligned in (True, False, False, True, True):
+        out = pyfa.attention(q, k, v, bias=bias if aligned else misaligned(bias))
+        assert torch.equal(out, first)
+        if aligned:
+            (slot,) = binding.calls._slots.values()
+            assert slot.bound.aligned[1]
+    assert kept() == len(long_ways) == 2

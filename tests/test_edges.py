@@ -522,3 +522,22 @@ def test_more_heads_than_a_tile_has_scores():
     some = [x[:, :, 32050:32060] for x in (q, k, v)]
     out = pyfa.attention(q, k, v, softcap=2.0, backend="torch")[:, :, 32050:32060]
     torch.testing.assert_close(out, pyfa.attention(*some, softcap=2.0, backend="torch"))
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulator"])
+def test_bytes_of_booleans_are_checked_on_request(backend, monkeypatch, nothing_bound):
+    """Kernels need not agree on a byte of 2. Without PYFA_CHECK=1 nobody reads a whole mask."""
+    monkeypatch.setattr(dispatch, "_check_on_device", True)
+    q, k = torch.randn(1, 4, 2, 64).half(), torch.randn(1, 9, 2, 64).half()
+    for shape, call, name in (
+        ((4, 9), pyfa.attention, "bias"),
+        ((2, 4, 9), pyfa.attention_kvcache, "bias"),
+        ((4, 4), pyfa.attention_kvcache, "tree_mask"),
+    ):
+        mask = torch.ones(shape, dtype=torch.bool)
+        assert call(q, k, k, **{name: mask}, backend=backend).isfinite().all()
+        mask.view(torch.uint8)[..., -1] = 2
+        with pytest.raises(ValueError, match=f"^{name}: expected bytes that are 0 or 1; got 2"):
+            call(q, k, k, **{name: mask}, backend=backend)
+    call = pyfa.attention(q, k, k, bias=torch.full((4, 9), 2.0), backend=backend)
+    assert call.isfinite().all()

@@ -165,9 +165,10 @@ DEVICE Factors factors_of(State &state, const ScaleTable &table, int n) {
   return factors;
 }
 
-DEVICE void step(State &state, Shared &shared, const Group &group, const Factors &factors, const Params &p,
+DEVICE void step(State &state, Shared &shared, Group &group, const Factors &factors, const Params &p,
                  const Sequence &sequence, const Block &b, const Lines &lines, int first) {
   Pair w[TILES];
+  clear_beyond(group, p.head_dim);
   for (int t = 0; t < TILES; ++t) {
     Acc s = scores(group, lines.q[t]);
     if (kFloat8) s *= factors.k * lines.scale[t];
@@ -288,7 +289,7 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
   auto begin_round = [&] {
     if (kFloat8) write_scales(shared.scales[wave_index()], scales);
   };
-  auto advance = [&](const Group &group, int n, int i) {  // the i-th of its round
+  auto advance = [&](Group &group, int n, int i) {  // the i-th of its round
     Factors factors{};
     if (kFloat8) factors = factors_of(state, shared.scales[wave_index()], i);
     step(state, shared, group, factors, p, s, b, lines, begin + n * kStride);

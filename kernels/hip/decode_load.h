@@ -153,8 +153,8 @@ DEVICE void load_value(unsigned *v, const char *value, int e, const Source &sour
   __builtin_memcpy(v + e * kSize / 4, &x, count * kSize);
 }
 
-// Group `n` of `rows`. Pieces beyond the head are read as the last one inside: they meet zeros of
-// the query, or make rows of the output that nobody stores.
+// Group `n` of `rows`. Pieces beyond the head are read as the last one inside: see `clear_beyond`. Of V they make
+// rows of the output that nobody stores.
 DEVICE void load(Group &group, const RowTable &rows, int n, const Source &k, const Source &v) {
   const char *key = k.base + rows.k[n * kGroup + M::column()];
   for (int c = 0; c < kKeyPieces; ++c) load_key<16>(group.k + c * 4, key, c * 4 + M::part(), k);
@@ -166,6 +166,19 @@ DEVICE void load(Group &group, const RowTable &rows, int n, const Source &k, con
     for (int e = 0; e < kWide; e += 8) load_value<8>(group.v[i], value, e, v);
     for (int e = kWide; e < kMiddle; e += 4) load_value<4>(group.v[i], value, e, v);
     for (int e = kMiddle; e < kElements; e += 2) load_value<2>(group.v[i], value, e, v);
+  }
+}
+
+// What lies beyond the head becomes 0, as it is in the query: the last piece was read there, and an infinite element
+// of it times 0 would be NaN. Float8 has no infinity.
+DEVICE void clear_beyond(Group &group, int head_dim) {
+  if constexpr (kFloat8) return;
+  // Otherwise the comparisons stay in registers through the loop, and two plans spill 2.
+  pin_scalar(head_dim);
+  if (head_dim == HEAD_DIM) return;
+  for (int c = 0; c < kChunks; ++c) {
+    bool inside = c * 4 + M::part() < head_dim / 8;
+    for (int i = 0; i < 4; ++i) group.k[c * 4 + i] = inside ? group.k[c * 4 + i] : 0;
   }
 }
 

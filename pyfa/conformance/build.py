@@ -41,8 +41,9 @@ def build(case: Case) -> Inputs:
     hostile.make_way(case, parts)
     builders = {"dense": _dense, "varlen": _varlen, "kvcache": _kvcache, "latent": _latent}
     builder = builders[case.kind]
-    inputs = builder(case, parts)
-    inputs.sequences = inputs.sequences or parts
+    of_reference = hostile.of_reference(case, parts)
+    inputs = builder(case, of_reference)
+    inputs.sequences = inputs.sequences or of_reference
     inputs.score_size, inputs.product_size = score_sizes(parts, inputs.spec)
     if case.backward:
         _add_gradients(inputs)

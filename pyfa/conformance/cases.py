@@ -21,7 +21,7 @@ RECIPES = ("plain", "growing", "huge", "equal", "offset", "big", "identity", "mi
 FLOAT8_RECIPES = ("sink", "needle", "rotated")
 LAYOUTS = ("contiguous", "strided", "heads_first", "unaligned", "gapped")
 BIASES = ("full", "keys", "rows", "heads", "bool", "hidden", "other")
-HOSTILE = ("q=nan", "k=nan", "v=nan", "q=inf", "q=-inf", "k=inf", "v=inf", "padding=inf")
+HOSTILE = ("q=nan", "k=nan", "v=nan", "q=inf", "q=-inf", "k=inf", "k=-inf", "v=inf", "padding=inf")
 ROTARIES = ("interleaved", "halves", "interleaved_part", "halves_part")
 # Rotary embeddings whose tables are in float32 instead of q's dtype.
 FLOAT32_ROTARIES = tuple(f"{name}_float32" for name in ROTARIES)
@@ -218,6 +218,9 @@ class Case:
         if self.hostile.startswith(("q=", "k=")) and "inf" in self.hostile:
             unknown = unknown or self.softcap  # which makes it finite
             unknown = unknown or (self.scale is not None and self.scale <= 0.0)  # of which sign?
+        if self.hostile == "k=-inf":  # every row must see another key
+            masked = self.causal or self.window or self.attention_chunk or self.mask_mod
+            unknown = unknown or bool(masked or self.bias) or min(self.lengths_k) < 2
         if self.backward:
             unknown = unknown or self.page_size or self.sinks or "inf" in self.hostile
         return self.hostile in HOSTILE and not unknown and any(a and b for a, b in pairs)

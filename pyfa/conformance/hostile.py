@@ -3,8 +3,10 @@ affect.
 
 ``Case.hostile`` may be "q=nan" or similar: one element of q, k or v is then NaN or inf, and half of
 the rows see it if there is a mask. A boolean bias or a mask_mod may hide it from others. Or it is
-"padding=inf": inf then replaces the NaN around every tensor. The reference is computed without the
-hostile element. This module defines the element's effect, as the guide does under "NaN and inf":
+"padding=inf": inf then replaces the NaN around every tensor. Or it is "k=-inf": the last element of
+one key, which hides the key from all rows. The reference is computed without the hostile element,
+except that it has a finite number with the same effect for "k=-inf". This module defines the
+element's effect, as the guide does under "NaN and inf":
 
 - a row that sees a NaN in q or k has NaN in its output and its LSE. A score of +inf counts as NaN,
   a score of −inf as masked. So if all scores of a row are −inf, its LSE is its sink, if there is
@@ -50,6 +52,10 @@ class Marks(NamedTuple):
         return torch.where(taken, ref.to(x.dtype), x), ref
 
 
+# In place of −inf. It is multiplied by at least 0.5, and the exponential of the score is 0.
+_HIDES = -32768.0
+
+
 class _Place(NamedTuple):
     """The position of the element: sequence, row or key, head of q or of k, and along the head."""
 
@@ -67,7 +73,9 @@ def _place(case: Case) -> _Place:
     rows, keys = case.lengths_q[b], case.lengths_k[b]
     at = rows - 1 - rows // 3 if name == "q" else max(0, keys - 1 - rows // 2)
     head, dim = case.heads_k - 1, case.head_dim_v if name == "v" else case.head_dim
-    return _Place(name, float(value), b, at, case.heads_q - 1 if name == "q" else head, dim // 3)
+    # A kernel may read the last elements of a key again, in place of those beyond the head.
+    d = dim - 1 if case.hostile == "k=-inf" else dim // 3
+    return _Place(name, float(value), b, at, case.heads_q - 1 if name == "q" else head, d)
 
 
 def make_way(case: Case, parts: list[Sequence]) -> None:
@@ -80,13 +88,21 @@ def make_way(case: Case, parts: list[Sequence]) -> None:
     other[..., place.d] = other[..., place.d].abs() + 0.5
 
 
+def of_reference(case: Case, parts: list[Sequence]) -> list[Sequence]:
+    """Return the sequences for the reference."""
+    return _changed(case, parts, _HIDES) if case.hostile == "k=-inf" else parts
+
+
 def poisoned(case: Case, parts: list[Sequence]) -> list[Sequence]:
     """Return the sequences, with the hostile element in one of them."""
-    if case.hostile.startswith("padding"):
-        return parts
+    return parts if case.hostile.startswith("padding") else _changed(case, parts)
+
+
+def _changed(case: Case, parts: list[Sequence], value: float | None = None) -> list[Sequence]:
     place = _place(case)
     found = [tuple(x.clone() for x in part) for part in parts]
-    found[place.b]["qkv".index(place.name)][place.at, place.head, place.d] = place.value
+    element = place.value if value is None else value
+    found[place.b]["qkv".index(place.name)][place.at, place.head, place.d] = element
     return found  # type: ignore[return-value]
 
 
@@ -100,9 +116,9 @@ def pad_with_inf(placed: Placed) -> Placed:
 
 def marks(inputs: Inputs) -> dict[str, Marks]:
     """Return, for each result by name (out, lse, dq, …), which elements the hostile element must or
-    may change. The mapping is empty if the case has no hostile element."""
+    may change. The mapping is empty if the reference has the results that the call must have."""
     case, spec = inputs.case, inputs.spec
-    if not case.hostile or case.hostile.startswith("padding"):
+    if not case.hostile or case.hostile.startswith("padding") or case.hostile == "k=-inf":
         return {}
     place = _place(case)
     rows, keys = case.lengths_q[place.b], case.lengths_k[place.b]

@@ -29,7 +29,8 @@ def cache(lengths_q, lengths_k, **fields):
 
 # All on one plan (bfloat16, 64, 16 lines), so that a fault is one compilation: rounds of the main
 # loop and what is left of them, pages that no tile is a multiple of, grouped heads, masks that cut
-# groups, heads narrower than the bucket, lengths of 0 and shorter than a group.
+# groups, heads narrower than the bucket, infinite last elements of a key, lengths of 0
+# and shorter than a group.
 CASES = (
     cache((1, 1), (700, 515), heads_q=4, num_splits=1, slack=3, recipe="growing"),
     cache((1, 1), (600, 577), heads_q=2, num_splits=1, page_size=7, recipe="offset"),
@@ -39,6 +40,7 @@ CASES = (
     cache((5, 5), (300, 97), heads_q=4, batch_idx=True, window=(170, 3), sinks=True, num_splits=2),
     cache((1, 1, 1), (0, 9, 65), heads_q=16, sinks=True, alibi="batch"),
     cache((2, 2), (90, 90), head_dim=40, head_dim_v=24, softcap=3.0, bias="full", num_splits=2),
+    cache((1, 1), (90, 33), heads_q=4, head_dim=40, hostile="k=-inf"),
     cache((4, 0, 1), (129, 5, 64), heads_q=6, packed_q=True, causal=True, slack=2, num_splits=4),
 )
 # Each of these is a plan of its own: every bucket of head dims, and one, two and four products.
@@ -97,6 +99,8 @@ FAULTS = {
         "  for (int t = 0; t < TILES; ++t)\n    for (int c",
     ),
     "part of the head not masked": ("&& eight * 8 < p.head_dim;", ";"),
+    "part of the key not cleared": ("    bool inside =", "    bool inside = M::part() == 2 ||"),
+    "last piece of the key cleared": ("M::part() < head_dim / 8;", "M::part() < head_dim / 8 - 1;"),
     "columns beyond head_dim_v stored": ("wanted && dim < to.head_dim_v", "wanted"),
     "lines beyond the last stored": ("bool exists = (int)line < b.lines;", "bool exists = true;"),
     "wavefronts' maxima not waited for": (
