@@ -411,7 +411,9 @@ class TestConformance:
         arguments = ("conformance", "--backend", "torch", "--features", "batch_idx",
                      "--max-seqlen", "32", "--out")  # fmt: skip
         assert call(capsys, *arguments, str(good))[0] == 0
-        bind = BACKENDS["torch"].bind
+        # Of the class: the undone change of an instance would stay as its attribute.
+        backend = type(BACKENDS["torch"])
+        bind = backend.bind
 
         def wrong(*described: Any) -> Any:
             run = bind(*described)
@@ -422,7 +424,7 @@ class TestConformance:
 
             return run_wrong
 
-        monkeypatch.setattr(BACKENDS["torch"], "bind", wrong)
+        monkeypatch.setattr(backend, "bind", wrong)
         # The same calls came before, and their runs are kept.
         nothing_bound()
         status, text, _ = call(capsys, *arguments, str(bad))
