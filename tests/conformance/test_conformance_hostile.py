@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import turns
 
 import pyfa
 from pyfa import conformance
@@ -49,7 +50,8 @@ def test_torch_means_what_the_guide_says() -> None:
 def test_emulated_kernels_mean_what_the_guide_says() -> None:
     if BACKENDS["emulator"].why_unavailable():
         pytest.skip("no emulator")
-    assert failures("emulator", cases("emulator")) == []
+    chosen = turns.some(cases("emulator"), 2, lambda case: case.hostile, lambda case: case.name)
+    assert failures("emulator", chosen) == []
 
 
 def test_a_short_row_of_nan_has_no_lse_of_0() -> None:

@@ -162,7 +162,7 @@ CASES = {
 
 NIGHT = (
     "192 and 128", "192", "causal, float16", "varlen 96", "float16", "terms 128", "sinks 128",
-    "dropout alone 128", "alibi 192", "softcap 96", "bias alone 128",
+    "dropout alone 128", "alibi 192", "softcap 96", "bias alone 128", "float16 bias",
 )  # fmt: skip
 
 # Each: the case that shows it, the exact snippet, what it becomes.

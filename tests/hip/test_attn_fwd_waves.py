@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import turns
 
 from pyfa import device
 from pyfa.backends.common.calls import PLAIN
@@ -215,7 +216,7 @@ def test_a_device_of_fewer_units_is_full_earlier() -> None:
     assert waves(replace(asked, device=device.by_name("MI300X-CPX"))) == 8
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("plan", turns.some(PLANS, 2, kind=type, name=str), ids=str)
 def test_as_many_workgroups_fit_on_a_unit_as_the_choice_assumes(plan: Plan) -> None:
     """A SIMD has 512 registers a lane, and a wavefront of each workgroup; 64 KB of LDS."""
     constants, kernel = dict(plan.constants), code.load(plan, "gfx942").kernel

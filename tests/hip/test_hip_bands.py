@@ -1,6 +1,7 @@
 """Chunks and windows with a negative edge in the HIP kernels: faults planted there are caught."""
 
 import pytest
+import turns
 from planted import faults_found
 
 from pyfa.backends.hip import backward, decode
@@ -68,7 +69,9 @@ OF_BACKWARD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*DECODE, *BACKWARD, *WIDE], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", turns.cases([*DECODE, *BACKWARD, *WIDE], night=WIDE), ids=lambda case: case.name
+)
 def test_sound(case, kernels_run):
     assert not case.flaws()
     assert not faults_found([case])

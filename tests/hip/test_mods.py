@@ -105,7 +105,7 @@ def test_scores_from_a_lane_s_first_one(kernel, key, wrong, plant):
     assert bool(faults_found([SLOPES])) == wrong
 
 
-@pytest.mark.parametrize("name", ["window", "documents", "ALiBi"])
+@pytest.mark.parametrize("name", turns.cases(("window", "documents", "ALiBi"), night=("window",)))
 def test_a_short_mod_fits_at_head_dim_128(name, nothing_bound):
     """In the first plan that is tried."""
     document, slopes = torch.zeros(300, dtype=torch.int32), torch.ones(2)
