@@ -3,7 +3,8 @@
 ``python benchmarks/mi300x_forward_terms.py [--save]``: clocks in which a workgroup computes a tile
 of keys, at both ends of the model's range (model, not measured), in bfloat16. ``own``: the plan of
 the term, or of pages without terms; ``general``: the plan of all terms, with the same call. All
-query rows share the row of the "shared bool bias".
+query rows share the row of the "shared bool bias". Pages of 64 keys are whole groups of 16, but the
+plan of "pages of any size" does not know it.
 ``--save`` writes ``results/mi300x_forward_terms.json``.
 """
 
@@ -31,7 +32,9 @@ CALLS = {
     "ALiBi": (forward.ALIBI, (64, 96, 128)),
     "softcap": (forward.SOFTCAP, (64, 96, 128, 256)),
     "pages": (PLAIN, (64, 128, 256)),
+    "pages of any size": (PLAIN, (64, 128, 256)),
 }
+_PAGING = {"pages": forward.WHOLE_GROUPS, "pages of any size": forward.ANY_PAGES}
 
 
 def call_of(name: str, dim: int, rows: int, keys: int) -> Call:
@@ -44,7 +47,7 @@ def call_of(name: str, dim: int, rows: int, keys: int) -> Call:
         return call._replace(alibi_slopes=torch.ones(1, 1))
     if name == "softcap":
         return call._replace(softcap=30.0)
-    if name == "pages":
+    if name in _PAGING:
         k, v = (x.unflatten(1, (-1, _PAGE)).squeeze(0) for x in (call.k, call.v))
         return call._replace(
             k=k,
@@ -56,7 +59,10 @@ def call_of(name: str, dim: int, rows: int, keys: int) -> Call:
 
 
 def modelled(name: str, dim: int, score: int) -> dict[str, Any]:
-    plan = mi300x_mods.forward_plan(dim, score, name == "pages")
+    paged = _PAGING.get(name, forward.UNPAGED)
+    if score == GENERAL:
+        paged = min(paged, forward.ANY_PAGES)
+    plan = mi300x_mods.forward_plan(dim, score, paged)
     return mi300x_mods.forward_tile(plan, lambda rows, keys: call_of(name, dim, rows, keys))
 
 

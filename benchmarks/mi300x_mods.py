@@ -96,9 +96,9 @@ def row_of(plan: Plan, runs: list[tuple[Any, int]], tile: int) -> dict[str, Any]
     return {"tile": tile, "clocks": clocks, "registers": registers, "workgroups_of_cu": resident}
 
 
-def forward_plan(dim: int, score: int, paged: bool = False) -> Plan:
+def forward_plan(dim: int, score: int, paged: int = forward.UNPAGED) -> Plan:
     """The plan of most rows with this score class."""
-    wanted = {"HEAD_DIM": dim, "HEAD_DIM_V": dim, "DTYPE": 1, "SCORE": score, "PAGED": int(paged)}
+    wanted = {"HEAD_DIM": dim, "HEAD_DIM_V": dim, "DTYPE": 1, "SCORE": score, "PAGED": paged}
     found = [
         plan
         for plan in catalog.all_plans(TARGET, plans.EMULATED)

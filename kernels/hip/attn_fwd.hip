@@ -225,6 +225,8 @@ struct Beside {
     if (advanced == 2) in.end_keys(state.keys_to_keys());
     if (advanced == 3) in.begin_keys();
     if (beat == kStoreBeat) in.values.store(values, next_values);
+    if (beat == kBeats - 2) in.arrive();
+    if (beat == kBeats - 1) in.place();
     if (kPlain) fence();
   }
 
@@ -324,9 +326,11 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
   {
     unsigned values[Values::kLoads];
     in.begin_keys();
+    in.place_at_once();
     for (int i = 0; i < Keys::kLoads; ++i) in.load_keys(i, at.keys);
     in.end_keys(state.keys_to_next());
     in.begin_keys();
+    in.place_at_once();
     for (int i = 0; i < Keys::kLoads; ++i) in.load_keys(i, at.next_keys);
     in.end_keys(state.keys_to_values());
     in.begin_values();
@@ -337,6 +341,7 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
     in.begin_values();
   }
   loads_arrived();
+  in.place_at_once();
   barrier();
   if (kAdds || kHides) {
     state.addend.load(even, state.key(begin));

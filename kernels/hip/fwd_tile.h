@@ -23,6 +23,9 @@
 #define BOOL_BIAS 6  // a bias of bool alone, in rows on 4 bytes, and a positive scale
 #define SOFTCAP 7    // a softcap alone, of at most 256, and a positive scale
 #define FLOAT32_BIAS 8  // as BIAS, but of float32, in rows on 16 bytes
+// Where K and V lie, if PAGED is not 0.
+#define ANY_PAGES 1
+#define WHOLE_GROUPS 2  // in pages of a multiple of kGroup keys, without padding before the first key
 constexpr bool kAdds = SCORE == BIAS || SCORE == ALIBI || SCORE == FLOAT32_BIAS;  // what products can begin with
 constexpr bool kHides = SCORE == BOOL_BIAS;                                       // scores that products leave
 constexpr bool kCaps = SCORE == SOFTCAP;
@@ -114,8 +117,13 @@ struct Context {
 // ---- loads --------------------------------------------------------------------------------------
 
 // The loads of the loop: tiles of K and V, each at its own pace.
-#if PAGED
-struct Source {
+struct Unplaced {  // other than groups of pages
+  METHOD void arrive() {}
+  METHOD void place() {}
+  METHOD void place_at_once() {}
+};
+#if PAGED == ANY_PAGES
+struct Source : Unplaced {
   int next_k, next_v;  // the first keys of the tiles that come next
   int begin, end;      // of the keys
   unsigned width_k, width_v;  // bytes of a row
@@ -158,13 +166,13 @@ struct Source {
 #else
 constexpr bool kFewLoads = Keys::kLoads + Values::kLoads <= 16;  // of 32, 12 addends spilled
 
-struct Source {
+struct RowSource : Unplaced {
   Rows k, v;
   Keys keys;
   Values values;
   int bytes_k, bytes_v;  // of the tiles that are being loaded
 
-  METHOD Source(const Params &p, const Context &c, int first, int begin, int end)
+  METHOD RowSource(const Params &p, const Context &c, int first, int begin, int end)
       : k(keys_of(p, c.head_k), c.s, first, begin, end),
         v(values_of(p, c.head_k), c.s, first, begin, end),
         keys(k),
@@ -191,6 +199,50 @@ struct Source {
     pin_scalar(v.tile);
   }
 };
+
+#if PAGED == WHOLE_GROUPS
+struct Source : RowSource {
+  static_assert(kTurn > 0, "tiles are looked up from the first to the last");
+  Groups<BLOCK_K> groups;
+  const char *of_keys[BLOCK_K / kGroup];  // the tiles as the groups of keys have them
+  // As a task's group of values has it. Values are loaded a tile later than keys.
+  const char *of_values[Values::kTasks], *next_values[Values::kTasks];
+
+  METHOD Source(const Params &p, const Context &c, int first, int begin, int end)
+      : RowSource(p, c, first, begin, end), groups(p, c.s, c.head_k, first, end) {}
+
+  METHOD void begin_keys() {
+    RowSource::begin_keys();
+    groups.look();
+  }
+  METHOD void arrive() { groups.arrive(); }
+  // In time for the loads, which come at least 5 states after (`load_to_lds`).
+  METHOD void place() {
+    for (int group = 0; group < groups.kGroups; ++group) of_keys[group] = groups.at(group);
+    for (int task = 0; task < Values::kTasks; ++task) {
+      of_values[task] = next_values[task];
+      next_values[task] = groups.at(groups.kOfValues + values.group(task));
+    }
+  }
+  METHOD void place_at_once() {
+    arrive();
+    place();
+    asm volatile("s_nop 4");
+  }
+  METHOD void load_keys(int i, Lds to) {
+    k.tile = of_keys[keys.group(i)];
+    RowSource::load_keys(i, to);
+  }
+  METHOD unsigned load_values(int i) {
+    v.tile = of_values[i / kUnit];
+    return RowSource::load_values(i);
+  }
+  METHOD void end_keys(int keys) { k.left -= keys; }
+  METHOD void end_values(int keys) { v.left -= keys; }
+};
+#else
+typedef RowSource Source;
+#endif
 #endif
 
 DEVICE void load_queries(const Context &c, Quad (&q)[kColumns][kSteps]) {

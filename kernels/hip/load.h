@@ -177,6 +177,71 @@ struct Addresses {
   METHOD Global operator[](int key) const { return (Global)from_lane((long long)of, key); }
 };
 
+// ---- tiles whose keys lie in whole groups: pages of a multiple of so many keys ------------------
+
+// Tiles begin at multiples of it, and all lanes of a load have keys of one group.
+constexpr int kGroup = 16;
+
+// Where the groups of tiles lie: for each the address that would be the tile's first key if all keys lay as this group
+// does. So loads are those of rows, each from the base of its group. Lane g has K's group g, lane kOfValues + g V's.
+template <int keys>
+struct Groups {
+  static_assert(keys % kGroup == 0, "tiles of whole groups");
+  static constexpr int kGroups = keys / kGroup, kOfValues = kLanes / 2;
+  const GLOBAL int *table;
+  unsigned size;  // of a page
+  Quotient now;   // where the group of the tile that is looked up next is
+  Quotient step;  // from a tile to the next
+  unsigned last;  // page
+  unsigned long long base, page_bytes;
+  unsigned row_bytes;
+  Place place;
+  unsigned long long of;
+
+  METHOD Groups(const Params &p, const Sequence &s, int head, int first, int end)
+      : table((const GLOBAL int *)table_of(p, s)), size(p.page_size) {
+    unsigned inverse = inverse_of_pages(p), group = lane_index() % kGroups * kGroup;
+    Head mine = lane_index() < kOfValues ? keys_of(p, head) : values_of(p, head);
+    page_bytes = mine.batch_stride * kSize;
+    row_bytes = mine.row_stride * kSize;
+    base = (unsigned long long)mine.base - wide_product(group, row_bytes);
+    now = divide_by_pages(first + group, size, inverse);
+    step = divide_by_pages(keys, size, inverse);
+    last = divide_by_pages(end - 1, size, inverse).page;
+    // In vector registers: there are no scalar ones for them.
+    pin(table);
+    pin(size);
+    pin(last);
+    pin(step.page);
+    pin(step.row);
+    pin(base);
+    pin(page_bytes);
+    pin(row_bytes);
+  }
+
+  // The pages of the next tile, on their way until `arrive`. A group beyond the last page has the last one, which is in
+  // the table, and nothing of it is loaded.
+  METHOD void look() {
+    place.page = table[min(now.page, last)];
+    place.row = now.row;
+    // By the step of a tile: a division would take several instructions more.
+    now.row += step.row;
+    now.page += step.page + (now.row >= size);
+    now.row = min(now.row, now.row - size);
+  }
+  METHOD void arrive() {
+    of = multiply_add(place.page, page_bytes, base) + wide_product(place.row, row_bytes);
+    pin(of);
+  }
+  METHOD const char *at(int lane) const {
+    unsigned low = __builtin_amdgcn_readlane((int)of, lane);
+    unsigned high = __builtin_amdgcn_readlane((int)(of >> 32), lane);
+    auto tile = (const char *)((unsigned long long)high << 32 | low);
+    pin_scalar(tile);
+    return tile;
+  }
+};
+
 // ---- K ------------------------------------------------------------------------------------------
 
 template <int keys, int head_dim, int waves>
@@ -203,6 +268,11 @@ struct KeyLoads {
   static METHOD int source_unit(int i, int lane) {
     if (kHalfLines) return unit_of_line(lane) % 4;
     return byte(lane) % Tile::kRowBytes / 16 ^ (key(i, lane) & 7);
+  }
+  // Of the i-th load of any wavefront.
+  static constexpr METHOD int group(int i) {
+    static_assert(kGroup % kKeysALoad == 0, "of all lanes");
+    return i * kKeysALoad / kGroup;
   }
   static METHOD Lds chunk(Lds tile, int i) { return tile + (i * waves + wave_index()) * kChunk; }
 
@@ -270,6 +340,10 @@ struct ValueLoads<2, keys, head_dim, depth, waves> {
   // The first key of a unit, and how far its n-th one is (lds.h).
   static METHOD int key(int unit) { return unit / kParts * 2 * depth + unit % kParts * 4; }
   static constexpr METHOD int step(int n) { return n / 4 * depth + n % 4; }
+  static METHOD int group(int task) {
+    static_assert(2 * depth == kGroup && kLanes / kPairs <= kParts, "of all keys of a unit, and of all lanes");
+    return unit(task, 0) / kParts;
+  }
 
   METHOD ValueLoads() {
     int lane = lane_index();

@@ -9,17 +9,26 @@ struct Place {
 // For quotients by the page size without a division.
 DEVICE unsigned inverse_of_pages(const Params &p) { return quotient(0xffffffffu, p.page_size); }
 
-// Of key `key` with the padding before it. The page is loaded from the sequence's table: nothing waits for it before
-// its first use. `inverse` is floor((2^32 - 1) / size), and the estimate is the quotient or 1 less.
-DEVICE void find_in_pages(Place &place, const int *table, unsigned size, unsigned inverse, unsigned position) {
+// `inverse` is floor((2^32 - 1) / size), and the estimate is the quotient or 1 less.
+struct Quotient {
+  unsigned page, row;
+};
+DEVICE Quotient divide_by_pages(unsigned position, unsigned size, unsigned inverse) {
   unsigned page = (unsigned)((unsigned long long)position * inverse >> 32);
   unsigned row = position - page * size;
   if (row >= size) {
     page += 1;
     row -= size;
   }
-  place.row = row;
-  place.page = table[page];
+  return Quotient{page, row};
+}
+
+// Of key `key` with the padding before it. The page is loaded from the sequence's table: nothing waits for it before
+// its first use.
+DEVICE void find_in_pages(Place &place, const int *table, unsigned size, unsigned inverse, unsigned position) {
+  Quotient found = divide_by_pages(position, size, inverse);
+  place.row = found.row;
+  place.page = table[found.page];
 }
 
 DEVICE const int *table_of(const Params &p, const Sequence &s) {

@@ -153,9 +153,13 @@ def _added(shape: Shape) -> Iterator[Case]:
 
 
 def _plain_pages(shape: Shape) -> Iterator[Case]:
+    """Yield cases of pages of whole groups of 16 keys, and of pages that are none or padded."""
     yield _split(leftpad=True, page_size=24, **_MANY, **shape)
-    yield packed(((129, 40), (200, 190)), "kvcache", window=(100, 20), page_size=16, packed_q=True,
-                 **_GROUPS, **shape)  # fmt: skip
+    for leftpad in (False, True):
+        yield packed(((129, 40), (200, 190)), "kvcache", window=(100, 20), page_size=16,
+                     leftpad=leftpad, packed_q=True, **_GROUPS, **shape)  # fmt: skip
+    yield packed(((257, 20, 0, 33), (300, 40, 97, 9)), "varlen", causal=True, used_q=True,
+                 page_size=48, **_MANY, **shape)  # fmt: skip
 
 
 def _biases(rows: int, keys: tuple[int, ...], shape: Shape) -> Iterator[Case]:

@@ -129,6 +129,23 @@ CASES = {
     "paged, 128": Case(
         kind="kvcache", lengths_q=(70, 70), lengths_k=(150, 99), head_dim=104, page_size=5,
     ),
+    # Pages of whole groups of 16 keys: ends in groups and in pages, pages that end in tiles.
+    "groups": Case(
+        kind="kvcache", dtype="bfloat16", lengths_q=(70, 70), lengths_k=(250, 99), page_size=16,
+        heads_q=4, heads_k=2, slack=2, causal=True,
+    ),
+    "groups, 128": Case(
+        kind="varlen", dtype="float16", lengths_q=(33, 0, 270), lengths_k=(200, 9, 333),
+        head_dim=104, page_size=48, used_q=True, window=(150, 20),
+    ),
+    "groups, 256": Case(
+        kind="kvcache", dtype="float16", lengths_q=(130,), lengths_k=(201,), head_dim=256,
+        page_size=16, heads_q=2, heads_k=1, layout="strided",
+    ),
+    "groups, split": Case(
+        kind="kvcache", dtype="bfloat16", lengths_q=(80,), lengths_k=(600,), head_dim=128,
+        page_size=80, num_splits=3, sinks=True, recipe="growing",
+    ),
 }  # fmt: skip
 
 # Each: the case that shows it, the exact snippet, what it becomes.
@@ -339,6 +356,53 @@ FAULTS = {
     "rows beyond the head": (
         "paged, 128", "width_k(p.head_dim * kSize)", "width_k(p.head_dim * 3)",
     ),
+    **{f"{fault}, {case}": (case, *changed) for fault, (cases, *changed) in {
+        "group's place in the tile": (("groups",), "wide_product(group, row_bytes)", "0"),
+        "keys of the first group": (("groups",), "kGroups * kGroup;", "1;"),
+        "groups of 32": (
+            ("groups", "groups, 128", "groups, 256"), "return i * kKeysALoad / kGroup;",
+            "return i * kKeysALoad / (2 * kGroup) * 2;",
+        ),
+        "values of the first group": (
+            ("groups", "groups, 256"), "groups.kOfValues + values.group(task)", "groups.kOfValues",
+        ),
+        "values where keys are": (("groups",), "groups.at(groups.kOfValues +", "groups.at("),
+        "values of the next tile": (
+            ("groups, split",), "of_values[task] = next_values[task];\n      next_values[task] =",
+            "next_values[task] = of_values[task] =",
+        ),
+        "pages of the tile before": (
+            ("groups",), "    now.page += step.page + (now.row >= size);\n", "",
+        ),
+        "a page that has ended": (
+            ("groups, 128", "groups, split"), "step.page + (now.row >= size);", "step.page;",
+        ),
+        "rows beyond the page": (
+            ("groups, 128",), "    now.row = min(now.row, now.row - size);\n", "",
+        ),
+        "rows of the page's first group": (
+            ("groups, 128",), " + wide_product(place.row, row_bytes);", ";",
+        ),
+        "groups of another step": (
+            ("groups, 256",), "divide_by_pages(keys,", "divide_by_pages(kLanes,",
+        ),
+        "addresses of the tile before": (
+            ("groups",), "    if (beat == kBeats - 2) in.arrive();\n", "",
+        ),
+        "bases of the tile before": (
+            ("groups, 128",), "    if (beat == kBeats - 1) in.place();\n", "",
+        ),
+        "keys beyond the end of a page": (("groups",), "min(left, keys)", "keys"),
+        "keys beyond the end of a group": (
+            ("groups", "groups, 256"), "min(left, keys)", "(min(left, keys) + 15) / 16 * 16",
+        ),
+        "pages beyond the last": (
+            ("groups, 256",), "table[min(now.page, last)]", "table[now.page]",
+        ),
+        "the last page too early": (
+            ("groups",), "divide_by_pages(end - 1,", "divide_by_pages(end - 65,",
+        ),
+    }.items() for case in cases},
     **{f"{name}, {rows}": (rows, *fault)
        for rows in ("256 rows", "256 rows, 128", "128 rows, 128", "256 rows, 192", "128 rows, 192")
        for name, fault in {
@@ -377,7 +441,7 @@ SAMPLE = PLANS[::5]
 # Other cases run the same code at other head dims.
 NIGHT = (
     "varlen 96", "bias, 128", "bool bias, 96", "float32 bias, 128", "128 rows, 192",
-    "256 rows, 192",
+    "256 rows, 192", "groups, 128",
 )  # fmt: skip
 
 
@@ -539,19 +603,42 @@ def test_a_boolean_bias_at_another_address(nothing_bound):
 
 
 @pytest.mark.parametrize(
-    ("score", "options"),
-    [(PLAIN, {"causal": True}), (GENERAL, {"softcap": 9.0}), (GENERAL, {"batch_invariant": True})],
+    ("score", "paged", "page_size", "options"),
+    [
+        *((PLAIN, forward.WHOLE_GROUPS, size, {"causal": True}) for size in (16, 48, 256)),
+        *((PLAIN, forward.ANY_PAGES, size, {"causal": True}) for size in (1, 8, 24, 100)),
+        (PLAIN, forward.ANY_PAGES, 16, {"cache_leftpad": torch.zeros(1, dtype=torch.int32)}),
+        (GENERAL, forward.ANY_PAGES, 16, {"softcap": 9.0}),
+        (GENERAL, forward.ANY_PAGES, 16, {"scale": -0.1}),
+        (GENERAL, forward.ANY_PAGES, 16, {"batch_invariant": True}),
+    ],
 )
-def test_pages_have_plain_plans(score, options):
+def test_pages_have_plain_plans(score, paged, page_size, options):
     q = torch.zeros(1, 90, 2, 128, dtype=torch.bfloat16)
-    cache = torch.zeros(8, 16, 2, 128, dtype=torch.bfloat16)
-    paged = {
+    cache = torch.zeros(8, page_size, 2, 128, dtype=torch.bfloat16)
+    pages = {
         "page_table": torch.zeros(1, 8, dtype=torch.int32),
-        "cache_seqlens": torch.full((1,), 100, dtype=torch.int32),
+        "cache_seqlens": torch.full((1,), 8 * page_size, dtype=torch.int32),
     }
-    answer = pyfa.explain(q, cache, cache, device="MI300X", **paged, **options)
+    answer = pyfa.explain(q, cache, cache, device="MI300X", **pages, **options)
     constants = dict(answer.answers[0].plan.constants)
-    assert (constants["SCORE"], constants["PAGED"]) == (score, 1)
+    assert (constants["SCORE"], constants["PAGED"]) == (score, paged)
+
+
+def test_a_cache_with_pages_of_another_size_is_planned_anew(nothing_bound):
+    """The same keys in pages of 16, 24 and 48 keys."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, n, 2, 64, generator=generator).half() for n in (70, 192, 192))
+    want = pyfa.attention(q, k, v, causal=True, backend="emulator")
+    lengths = torch.full((1,), 192, dtype=torch.int32)
+    for size in (48, 24, 16, 24, 48):
+        order = torch.randperm(192 // size, generator=generator)
+        table = torch.argsort(order).int()[None]
+        pages = (x.view(-1, size, 2, 64)[order].contiguous() for x in (k, v))
+        out = pyfa.attention_kvcache(
+            q, *pages, cache_seqlens=lengths, page_table=table, causal=True, backend="emulator"
+        )
+        assert torch.equal(out, want)
 
 
 @pytest.mark.night

@@ -20,6 +20,9 @@ FLOAT8 = "float8_e4m3fnuz"
 FLOAT8_CODE = 2
 ROWS = 32  # of a wavefront
 LANES = 64
+# Where keys lie (``PAGED``): in rows, in pages of any size, in pages of whole groups of keys.
+UNPAGED, ANY_PAGES, WHOLE_GROUPS = 0, 1, 2
+GROUP = 16  # keys
 # The score classes of a term alone (``kernels/hip/fwd_tile.h``).
 BIAS, ALIBI, SCORE_MOD, BOOL_BIAS, SOFTCAP, FLOAT32_BIAS = 3, 4, 5, 6, 7, 8
 _OF_BIAS = {"bool": BOOL_BIAS, "float32": FLOAT32_BIAS}  # of a bias of another dtype than q's
@@ -50,7 +53,7 @@ def why_not(problem: Problem) -> list[str]:
 
 def plan(backend: str, problem: Problem) -> Plan:
     """Return the plan of ``problem``: its kernel and what it is compiled with."""
-    paged = "paged" in problem.features
+    paged = _paging(problem)
     tiles = tiles_of(problem.arch)
     invariant = "batch_invariant" in problem.features
     # Whether there are pages must not tell: their pairs and score class are everybody's.
@@ -76,6 +79,14 @@ def plan(backend: str, problem: Problem) -> Plan:
         chosen = _chosen(problem, chosen, tiles.forward_small[pair])
     found = _plan(backend, chosen, pair, dtype, out, score, paged, notes_of(problem, pair))
     return lists.listed(modified(found, problem.mods)) if problem.mods else found
+
+
+def _paging(problem: Problem) -> int:
+    """Return where the keys of ``problem`` lie (``PAGED``)."""
+    if "paged" not in problem.features:
+        return UNPAGED
+    is_plain = problem.positive and problem.features <= _SIMPLE - {"leftpad"} | {"paged"}
+    return WHOLE_GROUPS if is_plain and problem.page_size % GROUP == 0 else ANY_PAGES
 
 
 def with_score(plan: Plan, score: int) -> Plan:
@@ -167,7 +178,7 @@ def _heads_beside(problem: Problem, dies: int) -> int:
     return min(group, of_die)
 
 
-def _general(tiles: Tiles, pair: Pair, dtype: int, score: int, paged: bool) -> Forward:
+def _general(tiles: Tiles, pair: Pair, dtype: int, score: int, paged: int) -> Forward:
     """Return the tiles of calls of any size."""
     table = tiles.forward_dropout if score == DROPOUT else tiles.forward
     if dtype == FLOAT8_CODE and paged:
@@ -184,14 +195,14 @@ def _plan(
     dtype: int,
     out: int,
     score: int,
-    paged: bool,
+    paged: int,
     notes: Sequence[str] = (),
 ) -> Plan:
     constants = {
         "DTYPE": dtype,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
-        "PAGED": int(paged),
+        "PAGED": paged,
         "SCORE": score,
         **constants_of(tiles),
     }
@@ -200,8 +211,10 @@ def _plan(
     return plan_with(backend, KERNEL, constants, notes)
 
 
-def _scores_of(tiles: Tiles, pair: Pair, float8: bool, paged: bool) -> tuple[int, ...]:
+def _scores_of(tiles: Tiles, pair: Pair, float8: bool, paged: int) -> tuple[int, ...]:
     """Return the score classes that plans of ``pair`` have."""
+    if paged == WHOLE_GROUPS:
+        return () if float8 else (PLAIN,)
     if float8 or paged:
         return (GENERAL,) if float8 and paged else (PLAIN, GENERAL)
     alone = (BIAS, ALIBI, BOOL_BIAS, FLOAT32_BIAS) if pair in tiles.added_pairs else ()
@@ -214,14 +227,14 @@ def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
     general = [
         _plan(backend, _general(tiles, pair, dtype, score, paged), pair, dtype, out, score, paged)
         for float8 in (False, True)
-        for paged, pairs in ((False, tuple(tiles.forward)), (True, tiles.paged_pairs))
-        for pair in pairs
+        for paged in (UNPAGED, ANY_PAGES, WHOLE_GROUPS)
+        for pair in (tiles.paged_pairs if paged else tiles.forward)
         for out in calls.DTYPE_CODES.values()
         for dtype in (FLOAT8_CODE if float8 else out,)
         for score in _scores_of(tiles, pair, float8, paged)
     ]
     return general + [
-        _plan(backend, small.tiles, pair, dtype, dtype, PLAIN, False)
+        _plan(backend, small.tiles, pair, dtype, dtype, PLAIN, UNPAGED)
         for pair, small in tiles.forward_small.items()
         for dtype in calls.DTYPE_CODES.values()
     ]

@@ -38,6 +38,11 @@ _SCORES = {
 _BIASES = {
     forward.BIAS: None, forward.FLOAT32_BIAS: torch.float32, forward.BOOL_BIAS: torch.bool,
 }  # fmt: skip
+_PAGING = {
+    forward.UNPAGED: "",
+    forward.ANY_PAGES: ", paged",
+    forward.WHOLE_GROUPS: ", paged in groups",
+}
 _PAGE = 64
 _ALIGNED = 512  # bytes, of PyTorch's allocator on a GPU
 
@@ -76,7 +81,7 @@ def is_plain(plan: Plan) -> bool:
 def _forward(plan: Plan) -> Sample:
     constants = _constants(plan)
     rows, keys, waves = forward.ROWS, constants["BLOCK_K"], constants["WAVES"]
-    score, paged = constants["SCORE"], bool(constants["PAGED"])
+    score, paged = constants["SCORE"], constants["PAGED"]
 
     def run(launch: Launcher, length: int, causal: bool = False) -> None:
         call = _call(constants, waves * rows, length)
@@ -102,7 +107,7 @@ def _forward(plan: Plan) -> Sample:
 
     # The loop may be unrolled by two tiles: an even number of them in between.
     short, long = 8 * keys, 16 * keys
-    kind = _SCORES[score] + (", paged" if paged else "")
+    kind = _SCORES[score] + _PAGING[paged]
     if waves != gfx942.FORWARD[constants["HEAD_DIM"], constants["HEAD_DIM_V"]].waves:
         kind += f", {waves} wavefronts"
     tiles = (long - short) // keys * waves
