@@ -1,6 +1,6 @@
 """Run Compute Sanitizer over conformance cases of the cuda backend.
 
-``python benchmarks/sanitize.py [--cases 180] [--jobs 4] [--seconds 300] [--tools memcheck,…]
+``python benchmarks/sanitize.py [--cases 200] [--jobs 4] [--seconds 300] [--tools memcheck,…]
 [--save]``. PyTorch's caching allocator is off, so every tensor is a separate allocation, and the
 cases put guard zones around their tensors. Cases are a sample, by hash, of those of the full level
 with at most 300 rows and keys; ``--jobs`` processes of each tool share them. A tool's report counts
@@ -350,7 +350,7 @@ def together(tool: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=180)
+    parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=4, help="processes of each tool")
     parser.add_argument("--seconds", type=float, default=300.0, help="then no case is begun")
     parser.add_argument("--tools", default="", help=f"{', '.join(TOOLS)}; or synccheck")

@@ -71,12 +71,13 @@ _LINES: tuple[Mapping[str, Any], ...] = (
         "used_q": True,
     },
     {
-        "lengths": ((2,), (45,)),
+        "lengths": ((2,), (157,)),
         "heads_q": 45,
         "causal": True,
-        "page_size": 5,
+        "page_size": 7,
         "sinks": True,
         "num_splits": 2,
+        "recipe": "growing",
     },
 )
 # Several tiles of keys for a workgroup of many rows, which the splits that a backend chooses would

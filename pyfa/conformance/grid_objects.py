@@ -155,18 +155,20 @@ def _added(shape: Shape) -> Iterator[Case]:
 def _plain_pages(shape: Shape) -> Iterator[Case]:
     """Yield cases of pages of whole groups of 16 keys, and of pages that are none or padded."""
     yield _split(leftpad=True, page_size=24, **_MANY, **shape)
-    for leftpad in (False, True):
+    for padded in ({}, {"leftpad": True, "num_splits": 1}):
         yield packed(((129, 40), (200, 190)), "kvcache", window=(100, 20), page_size=16,
-                     leftpad=leftpad, packed_q=True, **_GROUPS, **shape)  # fmt: skip
+                     packed_q=True, **padded, **_GROUPS, **shape)  # fmt: skip
     yield packed(((257, 20, 0, 33), (300, 40, 97, 9)), "varlen", causal=True, used_q=True,
                  page_size=48, **_MANY, **shape)  # fmt: skip
 
 
 def _biases(rows: int, keys: tuple[int, ...], shape: Shape) -> Iterator[Case]:
-    """Yield decode cases with biases of 4, 2 and 1 bytes per element."""
+    """Yield decode cases with biases of 4, 2 and 1 bytes per element. Heads of the first one end
+    inside the tile."""
     lengths = (rows,) * len(keys), keys
     one: dict[str, Any] = {"heads_q": 8, "heads_k": 1, "num_splits": 1, **shape}
-    yield packed(lengths, "kvcache", bias="heads", softcap=2.0, batch_idx=True, **one)
+    narrow = one | {"head_dim": one["head_dim"] - 8}
+    yield packed(lengths, "kvcache", bias="heads", softcap=2.0, batch_idx=True, **narrow)
     yield packed(lengths, "kvcache", bias="full", alibi="heads", causal=True, page_size=24, **one)
     yield packed(lengths, "kvcache", bias="bool", softcap=2.0, sinks=True, leftpad=True, **one)
 

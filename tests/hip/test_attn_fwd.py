@@ -333,7 +333,7 @@ FAULTS = {
         "\n            state.row[e.n].total -= made[i - 3 + k];\n        if (kLate",
     ),
     "padding before the keys forgotten": ("paged", "key + kept.word(kPadding));", "key);"),
-    "page's rows confused": ("paged", "place.row = row;", "place.row = position;"),
+    "page's rows confused": ("paged", "place.row = found.row;", "place.row = position;"),
     "quotient by the page size 1 less": ("paged", "if (row >= size) {", "if (row > size) {"),
     "pages of the first sequence": (
         "paged", "return (const int *)p.page_table + s.batch * p.page_table_batch",

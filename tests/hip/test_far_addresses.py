@@ -157,8 +157,8 @@ FAULTS = {
         "(const char *)p.k + (unsigned)(head * p.k_head * kSize)",
     ),
     "decode, a row": (
-        "decode", "rows", decode.KERNEL, "(page * k.batch_stride + row * k.row_stride) * kSize",
-        "(unsigned)((page * k.batch_stride + row * k.row_stride) * kSize)",
+        "decode", "rows", decode.KERNEL, "multiply_add(row, k.row_stride, 0)",
+        "(unsigned)multiply_add(row, k.row_stride, 0)",
     ),
     "append, a row": (
         "decode", "rows", "hip/append.hip", "(s.key0 + key) * row_stride",

@@ -51,11 +51,14 @@ FAULTS = {
     "a score_mod of scores that are not scaled": (
         FORWARD, ALONE, "each(s, n, 0, [&](float x, int) { return x * scale; });", "",
     ),
-    "a score_mod of the largest products": (FORWARD, ALONE, "SCORE == SCORE_MOD || cut", "cut"),
-    "a score_mod of half of the scores": (FORWARD, ALONE, "i < kAll; i += kAtOnce", "i < kAll / 2;"
-                                          " i += kAtOnce / 2"),
+    "a score_mod of the largest products": (
+        FORWARD, replace(ALONE, recipe="big"), "SCORE == SCORE_MOD || cut", "cut",
+    ),
+    "a score_mod of half of the scores": (FORWARD, ALONE, "j < kAtOnce; ++j) x[j] = f(",
+                                          "j < kAtOnce / 2; ++j) x[j] = f("),
     "scaled twice": (FORWARD, ALONE, "kPlain && SCORE != SCORE_MOD ?", "kPlain ?"),
-    "slope of the other sign": (BACKWARD, CASES["packed"], "slope *= mine;", "slope *= -mine;"),
+    "slope of the other sign": (BACKWARD, CASES["packed"], "slope = slope * mine;",
+                                "slope = slope * -mine;"),
     "bias of a neighbor": (
         BACKWARD, CASES["all terms"], "kKeys ? place : other);\n",
         "(kKeys ? place : other) ^ 1);\n",
