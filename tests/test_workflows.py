@@ -179,7 +179,7 @@ exec {sys.executable} "$@"
         assert path.read_text() == f"{tmp_path}/.venv/bin\n"
 
 
-@pytest.mark.long
+@pytest.mark.night
 def test_the_jobs_steps(tmp_path: Path) -> None:
     if why := BACKENDS["emulator"].why_unavailable():
         pytest.skip(why)

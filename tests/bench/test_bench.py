@@ -159,6 +159,7 @@ def test_a_peer_that_fails_is_a_reason(
     assert "–: no kernel for this (sdpa)" in out
 
 
+@pytest.mark.night
 def test_a_planted_slowdown_is_found(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -14,6 +14,7 @@ def test_a_block_is_a_slice_of_the_whole(backend):
     assert block_cases.failures(backend) == []
 
 
+@pytest.mark.night
 def test_in_tritons_interpreter():
     """There the merging of outputs is asked too."""
     # Read when the kernels are decorated: a process of its own.

@@ -1,6 +1,7 @@
 """Ring attention on 1 to 4 processes: what one process gives, under the conformance rule."""
 
 import pytest
+import turns
 import whole
 
 from pyfa.conformance import Case
@@ -117,7 +118,7 @@ LONE = {
 }
 
 
-@pytest.mark.parametrize("name", LONE)
+@pytest.mark.parametrize("name", turns.cases(LONE, night=("dense", "one head")))
 def test_kernels_stay_inside_their_tensors_where_a_sequence_is_alone(pool, name):
     """On the emulator, which knows where each tensor ends."""
     lone = whole.case_of(

@@ -70,7 +70,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", turns.cases(CASES, night=("dropout", "alone, 256")))
+@pytest.mark.parametrize("name", turns.cases(CASES, night=("dropout", "alone, 256", "packed")))
 def test_sound(name):
     assert not faults_found([CASES[name]])
 

@@ -3,11 +3,14 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 from pyfa.emulator import native
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "train_gpt.py"
 
 
+@pytest.mark.night
 def test_loss_curve():
     """Within the rule for gradients: 3 times naive's error, and 4 ulp of the largest loss.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+import turns
 
 from pyfa.backends import BACKENDS
 from pyfa.backends.base import Saved
@@ -82,7 +83,7 @@ def kernels_of(shape: Shape, *features: str) -> dict[str, TiledKernel]:
     return {one.role: one for one in tiling.kernels_of(TARGET, plan, problem, shape, False)}
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", turns.cases(SHAPES, night=("192 and 128",)))
 def test_backward_asks_for_what_was_computed(name: str) -> None:
     """Within 3 %: what differs is the tile that a workgroup asks for behind its last one.
 

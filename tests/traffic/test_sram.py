@@ -70,7 +70,7 @@ def shape(pair: tuple[int, int], rows: int = 512) -> Shape:
 
 
 @pytest.mark.parametrize(
-    "pair", turns.cases(gfx942.FORWARD, (pair for pair in gfx942.FORWARD if max(pair) > 128))
+    "pair", turns.cases(gfx942.FORWARD, (pair for pair in gfx942.FORWARD if max(pair) > 64))
 )
 @pytest.mark.parametrize("rows", [1, 512])
 @pytest.mark.parametrize("deterministic", [False, True])
