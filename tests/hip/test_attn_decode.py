@@ -14,6 +14,7 @@ from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import decode as native_decode
 from pyfa.backends.native.decode import takes
+from pyfa.backends.native.plans import banded
 from pyfa.backends.native.tiles import GROUP
 from pyfa.conformance import cases
 from pyfa.problem import Call, Problem, tensors_of
@@ -351,3 +352,24 @@ def test_what_it_takes():
         {"features": frozenset({"backward"})},
     ):
         assert not takes(replace(problem, **change))
+
+
+# Of all plans at night; those that have the fewest free registers always.
+BANDED = [
+    banded(plan)
+    for plan in native_decode.all_plans(TARGET, "hip", "gfx942")
+    if "KEY_DTYPE" not in dict(plan.constants) and "LATENT" not in dict(plan.constants)
+]
+
+
+def is_tight(plan):
+    constants = dict(plan.constants)
+    return (constants["HEAD_DIM"], constants["TILES"]) == (96, 2)
+
+
+@pytest.mark.parametrize(
+    "plan", turns.cases(BANDED, [plan for plan in BANDED if not is_tight(plan)]), ids=str
+)
+def test_nothing_spills_beside_the_masks_of_chunks(plan):
+    """A wheel does not have these plans: they are compiled when they are needed."""
+    code.build(plan, "gfx942")
