@@ -131,15 +131,8 @@ class Fitting:
     def _agreeing(self, fits: Fits) -> Fits:
         """Return a check that tensors pass ``fits``, that their totals agree, and that the one of
         ``off_16`` is misaligned."""
-        off_16 = self._off_16
-        if off_16 is not None:
-            totals = self._with_totals(fits)
-            return lambda *tensors: totals(*tensors) and tensors[off_16].data_ptr() & 15 != 0
-        return self._with_totals(fits)
-
-    def _with_totals(self, fits: Fits) -> Fits:
-        alike, whole = self._alike, self._whole
-        if not (alike or whole):
+        alike, whole, off_16 = self._alike, self._whole, self._off_16
+        if not (alike or whole or off_16 is not None):
             return fits
 
         def fits_and_agrees(*tensors: torch.Tensor) -> bool:
@@ -150,10 +143,10 @@ class Fitting:
                 for other, at_other in others:
                     if tensors[other].shape[at_other] != total:
                         return False
-            for number in whole:  # noqa: SIM110  (a generator takes two calls more)
+            for number in whole:  # a generator takes two calls more
                 if not tensors[number].is_contiguous():
                     return False
-            return True
+            return off_16 is None or tensors[off_16].data_ptr() & 15 != 0
 
         return fits_and_agrees
 

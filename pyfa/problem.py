@@ -294,8 +294,9 @@ class Feature(NamedTuple):
     feature is refused everywhere. ``shown``: a description with the call's fields in braces, if the
     name says too little; "" if shapes and dtypes show it. ``is_term``: it changes a score between
     product and softmax, or the softmax sum. ``has_values``: it comes with offsets, lengths, page
-    numbers or scales, which are checked before a run. ``flag``: its option in ``pyfa explain``; ""
-    for ``--features``.
+    numbers or scales, which are checked before a run. ``may_have_bools``: it comes with a tensor
+    that may be boolean. This is read in every element, so only ``PYFA_CHECK=1`` checks it.
+    ``flag``: its option in ``pyfa explain``; "" for ``--features``.
     """
 
     name: str
@@ -305,6 +306,7 @@ class Feature(NamedTuple):
     shown: str | None = None
     is_term: bool = False
     has_values: bool = False
+    may_have_bools: bool = False
     flag: str = ""
 
 
@@ -327,9 +329,9 @@ FEATURES: dict[str, Feature] = {
                 is_term=True),
         Feature("bias", "bias",
                 lambda asked: asked.call.bias is not None and not asked.call.tree, _KERNELS,
-                is_term=True),
+                is_term=True, may_have_bools=True),
         Feature("tree", "a mask over the new rows (tree_mask)", lambda asked: asked.call.tree,
-                _KERNELS),
+                _KERNELS, may_have_bools=True),
         Feature("bias_grad", "the gradient of bias", lambda asked: asked.bias_grad,
                 frozenset({"hip", "triton", "torch"})),
         Feature("sinks", "attention sinks", lambda asked: asked.call.sinks is not None, _KERNELS,
@@ -383,8 +385,7 @@ FEATURES: dict[str, Feature] = {
 }  # fmt: skip
 TERMS = frozenset(name for name, feature in FEATURES.items() if feature.is_term)
 WITH_VALUES = frozenset(name for name, feature in FEATURES.items() if feature.has_values)
-# With these, a tensor may be boolean. It is read in every element, so only PYFA_CHECK=1 checks it.
-MAY_HAVE_BOOLS = frozenset(("bias", "tree"))
+MAY_HAVE_BOOLS = frozenset(name for name, feature in FEATURES.items() if feature.may_have_bools)
 # With these, how much a block does depends on the values of tensors.
 _UNEVEN = ("varlen", "seqused", "paged", "leftpad", "topk")
 

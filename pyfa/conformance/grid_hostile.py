@@ -79,7 +79,7 @@ def full() -> Iterator[Case]:
 
 
 def _last_elements() -> Iterator[Case]:
-    """Return cases whose last element of a key hides it, with head dims that kernels round up: by
+    """Yield cases whose last element of a key hides it, with head dims that kernels round up: by
     one piece of 8 elements and by many, with one, two and four products of 16 rows."""
     dims = (24, 72, 88, 120, 136, 184, 248, 504)
     for index, dim in enumerate(dims):

@@ -95,14 +95,16 @@ def of_reference(case: Case, parts: list[Sequence]) -> list[Sequence]:
 
 def poisoned(case: Case, parts: list[Sequence]) -> list[Sequence]:
     """Return the sequences, with the hostile element in one of them."""
-    return parts if case.hostile.startswith("padding") else _changed(case, parts)
+    if case.hostile.startswith("padding"):
+        return parts
+    return _changed(case, parts, _place(case).value)
 
 
-def _changed(case: Case, parts: list[Sequence], value: float | None = None) -> list[Sequence]:
+def _changed(case: Case, parts: list[Sequence], value: float) -> list[Sequence]:
+    """Return the sequences with ``value`` where the hostile element is."""
     place = _place(case)
     found = [tuple(x.clone() for x in part) for part in parts]
-    element = place.value if value is None else value
-    found[place.b]["qkv".index(place.name)][place.at, place.head, place.d] = element
+    found[place.b]["qkv".index(place.name)][place.at, place.head, place.d] = value
     return found  # type: ignore[return-value]
 
 

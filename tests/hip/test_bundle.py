@@ -14,7 +14,7 @@ import pytest
 
 from pyfa import bundle, cache
 from pyfa.backends.common.calls import DTYPE_CODES
-from pyfa.backends.hip import code
+from pyfa.backends.hip import code, samples
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import catalog
 from pyfa.cli import main
@@ -26,17 +26,17 @@ pytestmark = pytest.mark.xdist_group("bundle")
 
 ROOT = Path(__file__).parent.parent.parent
 BFLOAT16 = DTYPE_CODES["bfloat16"]
-TERMS = ("SCORE", "GENERAL", "TERM")
 
 
 def is_chosen(plan):
     """Whether ``plan`` is of bfloat16 and without score terms. How a bundle is built and run does
-    not depend on what is in it: the nightly job compiles every plan, and runs every case."""
+    not depend on what is in it."""
     constants = dict(plan.constants)
     return (
         plan.kernel != "hip/bias_grad.hip"
         and constants.get("DTYPE", BFLOAT16) == BFLOAT16
-        and not any(constants.get(name) for name in TERMS)
+        and samples.is_plain(plan)
+        and not constants.get("TERM")
     )
 
 
@@ -47,12 +47,13 @@ PLANS = list(filter(is_chosen, catalog.chosen_plans(TARGET, "gfx942", False, (64
 # has tests to run.
 OF_PLAIN = f"""
 import os, sys
+from pyfa.backends.hip import samples
 from pyfa.backends.native import catalog
 from pyfa.cli import main
 from pyfa.conformance import grid
 
 {inspect.getsource(is_chosen)}
-BFLOAT16, TERMS = {BFLOAT16}, {TERMS}
+BFLOAT16 = {BFLOAT16}
 chosen, cases = catalog.chosen_plans, grid.cases
 catalog.chosen_plans = lambda *of: list(filter(is_chosen, chosen(*of)))
 grid.cases = lambda level, *of: [
@@ -91,7 +92,8 @@ def run(*command, cwd, **environment):
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     """A copy of what version control holds, with its bundle built: of head_dim 64, bfloat16 and no
-    score terms, plans which other tests compile too. ``ci/wheel`` builds every plan."""
+    score terms, plans which other tests compile too. ``ci/wheel`` builds every plan and runs
+    every case."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split():
         if name.split("/")[0] not in ("tests", "benchmarks") and (ROOT / name).is_file():

@@ -22,7 +22,7 @@ ROWS = 32  # of a wavefront
 LANES = 64
 # Where keys lie (``PAGED``): in rows, in pages of any size, in pages of whole groups of keys.
 UNPAGED, ANY_PAGES, WHOLE_GROUPS = 0, 1, 2
-GROUP = 16  # keys
+_GROUP = 16  # keys of a group (``kGroup`` of ``kernels/hip/load.h``)
 # The score classes of a term alone (``kernels/hip/fwd_tile.h``).
 BIAS, ALIBI, SCORE_MOD, BOOL_BIAS, SOFTCAP, FLOAT32_BIAS = 3, 4, 5, 6, 7, 8
 _OF_BIAS = {"bool": BOOL_BIAS, "float32": FLOAT32_BIAS}  # of a bias of another dtype than q's
@@ -53,7 +53,7 @@ def why_not(problem: Problem) -> list[str]:
 
 def plan(backend: str, problem: Problem) -> Plan:
     """Return the plan of ``problem``: its kernel and what it is compiled with."""
-    paged = _paging(problem)
+    paged = "paged" in problem.features
     tiles = tiles_of(problem.arch)
     invariant = "batch_invariant" in problem.features
     # Whether there are pages must not tell: their pairs and score class are everybody's.
@@ -77,16 +77,18 @@ def plan(backend: str, problem: Problem) -> Plan:
         chosen = tiles.forward_mask[pair]
     if score == PLAIN and problem.features <= _SIMPLE and pair in tiles.forward_small:
         chosen = _chosen(problem, chosen, tiles.forward_small[pair])
-    found = _plan(backend, chosen, pair, dtype, out, score, paged, notes_of(problem, pair))
+    paging = _paging(problem, score)
+    found = _plan(backend, chosen, pair, dtype, out, score, paging, notes_of(problem, pair))
     return lists.listed(modified(found, problem.mods)) if problem.mods else found
 
 
-def _paging(problem: Problem) -> int:
-    """Return where the keys of ``problem`` lie (``PAGED``)."""
+def _paging(problem: Problem, score: int) -> int:
+    """Return where the keys of ``problem`` lie (``PAGED``). Only plain plans have groups of keys,
+    which begin where pages do."""
     if "paged" not in problem.features:
         return UNPAGED
-    is_plain = problem.positive and problem.features <= _SIMPLE - {"leftpad"} | {"paged"}
-    return WHOLE_GROUPS if is_plain and problem.page_size % GROUP == 0 else ANY_PAGES
+    has_groups = score == PLAIN and "leftpad" not in problem.features
+    return WHOLE_GROUPS if has_groups and problem.page_size % _GROUP == 0 else ANY_PAGES
 
 
 def with_score(plan: Plan, score: int) -> Plan:
@@ -178,7 +180,7 @@ def _heads_beside(problem: Problem, dies: int) -> int:
     return min(group, of_die)
 
 
-def _general(tiles: Tiles, pair: Pair, dtype: int, score: int, paged: int) -> Forward:
+def _general(tiles: Tiles, pair: Pair, dtype: int, score: int, paged: bool) -> Forward:
     """Return the tiles of calls of any size."""
     table = tiles.forward_dropout if score == DROPOUT else tiles.forward
     if dtype == FLOAT8_CODE and paged:
@@ -195,14 +197,14 @@ def _plan(
     dtype: int,
     out: int,
     score: int,
-    paged: int,
+    paging: int,
     notes: Sequence[str] = (),
 ) -> Plan:
     constants = {
         "DTYPE": dtype,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
-        "PAGED": paged,
+        "PAGED": paging,
         "SCORE": score,
         **constants_of(tiles),
     }
@@ -211,12 +213,14 @@ def _plan(
     return plan_with(backend, KERNEL, constants, notes)
 
 
-def _scores_of(tiles: Tiles, pair: Pair, float8: bool, paged: int) -> tuple[int, ...]:
+def _scores_of(tiles: Tiles, pair: Pair, float8: bool, paging: int) -> tuple[int, ...]:
     """Return the score classes that plans of ``pair`` have."""
-    if paged == WHOLE_GROUPS:
+    if paging == WHOLE_GROUPS:
         return () if float8 else (PLAIN,)
-    if float8 or paged:
-        return (GENERAL,) if float8 and paged else (PLAIN, GENERAL)
+    if float8 and paging == ANY_PAGES:
+        return (GENERAL,)
+    if float8 or paging == ANY_PAGES:
+        return (PLAIN, GENERAL)
     alone = (BIAS, ALIBI, BOOL_BIAS, FLOAT32_BIAS) if pair in tiles.added_pairs else ()
     capped = (SOFTCAP,) if pair in tiles.softcap_pairs else ()
     return (PLAIN, GENERAL, DROPOUT, *alone, *capped)
@@ -225,14 +229,17 @@ def _scores_of(tiles: Tiles, pair: Pair, float8: bool, paged: int) -> tuple[int,
 def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
     tiles = tiles_of(arch)
     general = [
-        _plan(backend, _general(tiles, pair, dtype, score, paged), pair, dtype, out, score, paged)
+        _plan(
+            backend, _general(tiles, pair, dtype, score, paging != UNPAGED), pair, dtype, out,
+            score, paging,
+        )
         for float8 in (False, True)
-        for paged in (UNPAGED, ANY_PAGES, WHOLE_GROUPS)
-        for pair in (tiles.paged_pairs if paged else tiles.forward)
+        for paging in (UNPAGED, ANY_PAGES, WHOLE_GROUPS)
+        for pair in (tiles.forward if paging == UNPAGED else tiles.paged_pairs)
         for out in calls.DTYPE_CODES.values()
         for dtype in (FLOAT8_CODE if float8 else out,)
-        for score in _scores_of(tiles, pair, float8, paged)
-    ]
+        for score in _scores_of(tiles, pair, float8, paging)
+    ]  # fmt: skip
     return general + [
         _plan(backend, small.tiles, pair, dtype, dtype, PLAIN, UNPAGED)
         for pair, small in tiles.forward_small.items()
