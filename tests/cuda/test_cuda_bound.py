@@ -231,9 +231,12 @@ def test_hopper_s_tensor_maps_follow_the_tensors(driver: Any) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("dim", "rows_of_tile"), [(64, 128), (128, 64)])
 def test_the_parts_of_the_workspace(
     driver: Any,
     monkeypatch: pytest.MonkeyPatch,
+    dim: int,
+    rows_of_tile: int,
     deterministic: bool,
     nothing_bound: Callable[[], None],
 ) -> None:
@@ -247,7 +250,8 @@ def test_the_parts_of_the_workspace(
         return found
 
     monkeypatch.setattr(backward_grid, "tiles_for", lambda *_: None)
-    shapes = {"batch": 3, "rows": 100, "keys": 77, "heads": 6}
+    shapes = {"batch": 3, "rows": 100, "keys": 77, "heads": 6, "heads_k": 6, "dim": dim}
+    shapes["dim_v"] = dim
     step(driver, inputs(**shapes), deterministic=deterministic)
     monkeypatch.setattr(_torch, "empty_cuda", noted)
     nothing_bound()
@@ -255,10 +259,13 @@ def test_the_parts_of_the_workspace(
     work = made[-1]
     assert len(made) == 2 + 3 + 1
     begin, end = work.data_ptr(), work.data_ptr() + work.nbytes
-    sums, delta = 4 * 3 * 6 * 128 * 64, 4 * 2 * 3 * 6 * 100  # rows in tiles of 128
+    tiles = 3 * 6 * -(-100 // rows_of_tile)
+    sums, delta = 4 * tiles * rows_of_tile * dim, 4 * 2 * 3 * 6 * 100
+    if dim == 128 and not deterministic:  # the first block stores, and each tile has a state
+        sums += 4 * tiles
     parts = [(values["dq_accum"], sums), (values["delta"], delta)]
     if deterministic:
-        parts.insert(1, (values["counter"], 4 * 3 * 6 * 2))
+        parts.insert(1, (values["counter"], 4 * tiles))
     for (at, size), (after, _) in zip(parts, [*parts[1:], (end, 0)], strict=True):
         assert begin <= at
         assert at + size <= after < at + size + 512

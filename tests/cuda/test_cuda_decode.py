@@ -136,9 +136,9 @@ def assert_backward_waits(source: str) -> None:
     of_states = source.split("DEVICE void produce_states(")[1]
     steps = of_states.index("step < end")
     assert of_states.index(wait) < steps < of_states.index("row_states(p)")
-    for name, condition in (("send_tiles", "if (DETERMINISTIC) "), ("take_turns", "")):
+    for name, reads in (("send_tiles", "claim("), ("take_turns", "semaphore_of(")):
         sender = source.split(f"DEVICE void {name}(")[1]
-        assert sender.index(condition + wait) < sender.index("semaphore_of(")
+        assert sender.index(wait) < min(sender.index(reads), sender.index("semaphore_of("))
 
 
 def test_the_attribute_is_as_the_driver_reads_it() -> None:

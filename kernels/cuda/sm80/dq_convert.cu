@@ -87,15 +87,17 @@ extern "C" __global__ WORKGROUP(kThreads, 4) void dq_convert(KERNEL_PARAMS p) {
   if (p.dsinks && thread_index() < min(BLOCK_Q, s.rows - first))
     finish_sinks(p, s, head, first + thread_index());
 
-  const float *sums = (const float *)p.dq_accum + q_tile(p, s, first, head) * kQTile;
+  long long tile = q_tile(p, s, first, head);
+  const float *sums = (const float *)p.dq_accum + tile * kQTile;
+  bool none = first_stores(p) && tile_states(p)[tile] == kUntouched;  // no row sees a key
   unsigned short *dq = (unsigned short *)p.dq + s.row_batch * p.dq_batch + (s.row0 + first) * p.dq_row +
                        head * p.dq_head;
   int row = lane_index() / 4, part = lane_index() % 4;
 #pragma unroll
   for (int item = wave_index(); item < kItems; item += kWarps) {
     int m = item / kColumns, n = item % kColumns * 4;
-    unsigned x[kHalves][4];
-    read_rows(p, sums, m, n, x);
+    unsigned x[kHalves][4] = {};
+    if (!none) read_rows(p, sums, m, n, x);
     for (int h = 0; h < kHalves; ++h) {
       transpose(x[h]);
       int place = (m * kHalves + h) * 8 + row;

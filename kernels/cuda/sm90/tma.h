@@ -1,5 +1,5 @@
 // The copy engine of Hopper: boxes of tensors that a map in the kernel's parameters describes (TMA), and
-// plain runs of float32 that are added to memory. One thread asks; all addresses in shared memory are
+// plain runs of float32 that are added to memory or stored. One thread asks; all addresses in shared memory are
 // multiples of 128 bytes, of 1024 where the map swizzles by 128.
 //
 // A swizzle of 128 bytes lets unit u (of 16 bytes) of the row at byte 128 r lie at u ^ r % 8; of 64 bytes,
@@ -34,6 +34,12 @@ DEVICE void tma_store(const TensorMap *map, Shared from, int c0, int c1, int c2,
 DEVICE void bulk_reduce_add(float *to, Shared from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                "r"(from), "r"(bytes)
+               : "memory");
+}
+
+// `bytes` (a multiple of 16) are stored in memory. Writers fence_proxy_async() first.
+DEVICE void bulk_store(float *to, Shared from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
 }
 

@@ -1,9 +1,10 @@
 """Backward: which kernels run, and what they are compiled with.
 
 The first kernel computes delta of every row and sets dQ to zero. In the second,
-each block owns some keys and adds its part of dQ to a float32 buffer. The third rounds dQ. With
-``deterministic``, blocks wait for their turn to add. Otherwise the last bits of dQ may differ from
-run to run, but never those of dK and dV.
+each block owns some keys and adds its part of dQ to a float32 buffer. The third rounds dQ. If one
+thread of a block sends dQ (``one_sender``), the first block that reaches a tile of dQ stores its
+part, and most calls need no zeros (``FIRST_STORES``). With ``deterministic``, blocks wait for their
+turn to add. Otherwise the last bits of dQ may differ from run to run, but never those of dK and dV.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
     BLOCK_Q."""
     constants = dict(over_keys.constants)
     tile = tuple((name, constants[name]) for name in ("BLOCK_Q", "DTYPE", "HEAD_DIM"))
+    if "FIRST_STORES" in constants:
+        tile = (*tile, ("FIRST_STORES", 1))
     of_sums = (*tile, ("HEAD_DIM_V", constants["HEAD_DIM_V"]))
     if over_keys.kernel == SM90:
         of_sums = (*of_sums, ("OWNED_KEYS", constants["BLOCK_K"]))
@@ -114,6 +117,8 @@ def sm90_plans_of(
         "TERMS": bits,
         **constants_of(tiles),
     }
+    if tiles.one_sender:
+        constants["FIRST_STORES"] = 1
     return around(plan_with("cuda", SM90, constants), transposed=True)
 
 

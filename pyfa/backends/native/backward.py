@@ -398,9 +398,11 @@ def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Li
     tiles: Extent = -(-call.max_seqlen_q // rows) * call.batch
     if call.cu_seqlens_q is not None:
         tiles = sizes.shape_of(call, "q")[0] // rows + call.batch
-    # row_sums sets both to 0.
-    dim = values_of(chain[-1])["HEAD_DIM"]
-    found = {"dq_accum": like((tiles * rows * heads * dim,), torch.float32)}
+    values = values_of(chain[-1])
+    # The states of the tiles follow their sums (kernels/cuda/sm80/bwd_dq.h).
+    states = 0 if call.deterministic else values.get("FIRST_STORES", 0)
+    floats = rows * values["HEAD_DIM"] + states
+    found = {"dq_accum": like((tiles * heads * floats,), torch.float32)}
     if call.deterministic:
         found["counter"] = like((tiles * heads,), torch.int32)
     return found
