@@ -441,7 +441,8 @@ SAMPLE = PLANS[::5]
 # Other cases run the same code at other head dims.
 NIGHT = (
     "varlen 96", "bias, 128", "bool bias, 96", "float32 bias, 128", "128 rows, 192",
-    "256 rows, 192", "256 rows, 128", "bool bias, 128", "groups, 128",
+    "256 rows, 192", "256 rows, 128", "bool bias, 128", "groups, 128", "groups, 256",
+    "softcap, window",
 )  # fmt: skip
 
 
