@@ -67,6 +67,11 @@ def pip(python: Path, *arguments: str | Path) -> str:
     return run(sys.executable, "-m", "pip", "--python", python, *arguments)
 
 
+def install(python: Path, *arguments: str | Path) -> None:
+    """Python compiles what is imported; pip would compile all of it."""
+    pip(python, "install", "--no-compile", *arguments)
+
+
 def site_packages(python: Path) -> Path:
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     return Path(run(python, "-c", code).strip())
@@ -136,7 +141,7 @@ def test_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> None
     # Where this environment sees its packages; an editable pyfa among them does not come along.
     lent = [path for path in sys.path if path.endswith("-packages")]
     (site_packages(python) / "lent.pth").write_text("\n".join([*lent, ""]))
-    pip(python, "install", "--no-deps", wheel)
+    install(python, "--no-deps", wheel)
     code = """
 import torch, pyfa
 print(pyfa.__file__)
@@ -169,7 +174,7 @@ def rocm(tmp_path: Path) -> tuple[Path, Path]:
                ["pytorch-triton-rocm==3.5.0"])  # fmt: skip
     make_wheel(folder, "pytorch-triton-rocm", "3.5.0", {"triton/__init__.py": "rocm = True"})
     python = make_environment(tmp_path / "env")
-    pip(python, "install", "--find-links", folder, "torch", "rich")
+    install(python, "--find-links", folder, "torch", "rich")
     make_wheel(folder, "torch", "99.0", {"torch/__init__.py": "hip = None"}, ["triton"])
     make_wheel(folder, "triton", "99.0", {"triton/__init__.py": "rocm = False"})
     return python, folder
@@ -180,7 +185,7 @@ def test_an_installed_rocm_torch_is_left_as_it_was(wheel: Path, rocm: tuple[Path
     site = site_packages(python)
     before = hashes(site)
     assert any(name.startswith(f"torch-{ROCM_TORCH}") for name in before)
-    pip(python, "install", "--find-links", folder, wheel)
+    install(python, "--find-links", folder, wheel)
     after = hashes(site)
     assert {name: after.get(name) for name in before} == before
     new = {
@@ -188,7 +193,7 @@ def test_an_installed_rocm_torch_is_left_as_it_was(wheel: Path, rocm: tuple[Path
     }
     assert new <= {"pyfa", "pyfa_attention", "numpy", "filelock", "platformdirs", "..", "bin"}
     pip(python, "check")
-    pip(python, "install", "--find-links", folder, "--upgrade", wheel)
+    install(python, "--find-links", folder, "--upgrade", wheel)
     assert {name: hashes(site).get(name) for name in before} == before
 
 
@@ -207,7 +212,7 @@ def test_a_wheel_that_requires_triton_would_be_found(
                 assert b"Requires-Dist: triton\n" in data
             bad.writestr(item, data)
     before = hashes(site_packages(python))
-    pip(python, "install", "--find-links", folder, spoilt)
+    install(python, "--find-links", folder, spoilt)
     after = hashes(site_packages(python))
     changed = {name for name in before if after.get(name) != before[name]}
     assert changed == {"triton/__init__.py"}

@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 
+# One process follows the recipes, for all of these.
+pytestmark = pytest.mark.xdist_group("recipes")
+
 ROOT = Path(__file__).parent.parent
 TILES = "backends/native/tiles"
 

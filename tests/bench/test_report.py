@@ -157,6 +157,12 @@ def test_figures_are_those_of_the_file(page: str) -> None:
     assert f"{first['cudnn'] / first['pyfa']:.2f}" in text
 
 
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes half a second to draw."""
+    monkeypatch.setattr(charts, "svg", lambda *given: '<svg viewBox="0 0 1 1"></svg>')
+
+
 def result(**more: Any) -> dict[str, Any]:
     """A result of two cells and two peers, one of which is missing in one."""
     problem = {"head_dim": 64, "causal": True, "seqlen_q": 128, "seqlen_k": 128, "batch": 1,
@@ -187,6 +193,7 @@ def test_every_title_names_the_backend_and_what_it_ran_on(page: str) -> None:
         assert re.search(r"H100|H200|MI300X|CPU", title) or "emulator" in title, title
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_backend_is_recorded_and_shown(tmp_path: Path) -> None:
     made = report.write(tmp_path, [report.checked("x.json", result(backend="cuda"))])
     assert "<h3>forward: pyfa (cuda on NVIDIA H200) compared with other</h3>" in made.read_text()
@@ -223,6 +230,7 @@ def test_sections_are_closed_until_one_is_opened(page: str) -> None:
     assert outside.count("<tr>") < 30
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_newest_file_of_a_suite_alone_unless_asked(tmp_path: Path) -> None:
     old, new = result(), result()
     old["environment"]["date"] = "2026-11-19"
@@ -275,6 +283,7 @@ def test_titles_are_inside_their_pictures_and_read_out(page: str) -> None:
             assert half <= x <= width - half, "".join(one.itertext())
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_ratios_reasons_and_markup_are_right(tmp_path: Path) -> None:
     made = report.write(tmp_path, [report.checked("x.json", result())])
     text, found = made.read_text(), Page(made.read_text())
@@ -285,6 +294,7 @@ def test_ratios_reasons_and_markup_are_right(tmp_path: Path) -> None:
     assert text.count('class="best"') == 2
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_best_of_times_is_the_least() -> None:
     data = result()
     for row in data["rows"]:
@@ -312,6 +322,7 @@ def test_figures_without_an_environment_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_results_of_other_scripts_have_sections(tmp_path: Path) -> None:
     """Those that a GPU run will write, as the scripts write them."""
     lengths = [

@@ -50,7 +50,9 @@ def test_torch_means_what_the_guide_says() -> None:
 def test_emulated_kernels_mean_what_the_guide_says() -> None:
     if BACKENDS["emulator"].why_unavailable():
         pytest.skip("no emulator")
-    chosen = turns.some(cases("emulator"), 2, lambda case: case.hostile, lambda case: case.name)
+    # The plan for head_dim 256 takes 9 s to compile.
+    narrow = [case for case in cases("emulator") if turns.all_run() or case.head_dim < 256]
+    chosen = turns.some(narrow, 2, lambda case: case.hostile, lambda case: case.name)
     assert failures("emulator", chosen) == []
 
 

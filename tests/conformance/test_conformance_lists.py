@@ -35,7 +35,7 @@ def _whole(lists: Lists) -> Lists:
     [(301, lambda lists: lists, "passed"), (302, _partial, "failed"), (303, _whole, "failed")],
 )
 def test_lists_that_are_not_those_of_the_mask(rows, change, status, monkeypatch):
-    case = dense(rows, 420, mask_mod="prefix", backward=True)
+    case = dense(rows, 420, mask_mod="causal", backward=True)
     bind = block_lists.bind
     monkeypatch.setattr(block_lists, "bind", lambda *given: _changed(bind(*given), change))
     result = runner.run_case(BACKENDS["emulator"], case, torch.device("cpu"))

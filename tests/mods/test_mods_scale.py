@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def test_the_emulator_is_right(lengths: tuple[int, int], scale: float) -> None:
     rows, keys = lengths
     case = Case(
-        lengths_q=(rows,), lengths_k=(keys,), scale=scale, mask_mod="natten", backward=scale < 0
+        lengths_q=(rows,), lengths_k=(keys,), scale=scale, mask_mod="patches", backward=scale < 0
     )
     result = run_case(BACKENDS["emulator"], case, CPU)
     assert result.status == PASSED, result.messages

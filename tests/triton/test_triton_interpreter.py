@@ -14,20 +14,17 @@ import turns
 pytest.importorskip("triton")
 
 
-# A process for each core: Triton and PyTorch take 4 s to import. What changes the kernels is last.
-GROUPS = (
-    ("bands", "wide", "gradients", "trees", "float8", "hostile", "paths"),
-    ("scores", "layouts", "mods", "masks", "latent", "lists", "invariance"),
-)
+# In one process: Triton and PyTorch take 4 s to import. What changes the kernels is last.
+GROUPS = ("bands", "wide", "gradients", "trees", "float8", "hostile", "paths",
+          "scores", "layouts", "mods", "masks", "latent", "lists", "invariance")  # fmt: skip
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("groups", GROUPS, ids=" ".join)
-def test_interpreted_kernels_keep_the_rule(groups: tuple[str, ...]) -> None:
+def test_interpreted_kernels_keep_the_rule() -> None:
     script = Path(__file__).with_name("interpreted.py")
     one_in = "1" if turns.all_run() else "3"
     done = subprocess.run(
-        [sys.executable, str(script), one_in, *groups],
+        [sys.executable, str(script), one_in, *GROUPS],
         # numpy multiplies with OpenBLAS, whose kernels for Haswell and AMD's Zen add up a product
         # in an order that depends on the row's place in the matrix: then bits differ.
         env=os.environ | {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "SandyBridge"},

@@ -78,9 +78,8 @@ def finish(clocks: Sequence[float], places: int, dies: int, gap: float, engines:
             if len(given) > -(-len(free) // engines):
                 last = max(last, (sum(given) + gap * len(given)) / share - gap)
         for one in clocks[die::dies]:
-            end = heapq.heappop(free) + one + gap
-            heapq.heappush(free, end)
-            last = max(last, end - gap)
+            heapq.heapreplace(free, free[0] + one + gap)
+        last = max(last, max(free) - gap)
     return last
 
 

@@ -10,9 +10,13 @@ from pyfa.backends.hip import backward, forward, runtime_timing
 from pyfa.cli import main
 from pyfa.plan import Plan
 
-pytestmark = pytest.mark.skipif(
-    runtime_timing.why_unavailable() is not None, reason="no emulator or no code objects here"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        runtime_timing.why_unavailable() is not None, reason="no emulator or no code objects here"
+    ),
+    # One process runs the kernels, for all of these.
+    pytest.mark.xdist_group("timing"),
+]
 BF16 = 1
 
 
