@@ -34,6 +34,11 @@ constexpr int kThreads = kWaves * kLanes;
 constexpr int kLeastGroups = 2 * kWaves;  // of a part, but for the last
 constexpr int kFours = OCCUPANCY == 1 ? 2 : 1;  // of products that wavefronts exchange at once, as LDS has room
 
+// Keys that a line sees.
+struct Range {
+  int low, high;
+};
+
 struct Shared {
   RowTable rows[kWaves];
   union {
@@ -43,6 +48,7 @@ struct Shared {
   float maximum[kWaves][TILES][kGroup], total[kWaves][TILES][kGroup];
   ScaleTable scales[kFloat8 ? kWaves : 0];
   Turn turns[LATENT ? kWaves : 0];
+  Range seen[BANDED ? TILES : 0][kGroup];
 };
 
 // A workgroup's part of the problem.
@@ -88,7 +94,7 @@ DEVICE Acc scores(const Group &group, const Quad (&q)[kChunks]) {
 }
 
 // Scores in base 2, -inf where the row does not see the key.
-DEVICE void finish(Acc &s, const Params &p, const Sequence &sequence, const Block &b,
+DEVICE void finish(Acc &s, const Shared &shared, const Params &p, const Sequence &sequence, const Block &b,
                    const Lines &lines, int t, int first) {
   int key = first + M::part() * 4;
   int distance = key - lines.row[t] - sequence.shift;
@@ -111,9 +117,10 @@ DEVICE void finish(Acc &s, const Params &p, const Sequence &sequence, const Bloc
   }
   if (first >= b.all_low && first + kGroup <= b.all_high) return;
   if (BANDED) {
-    Seen seen = keys_seen(params_again(), sequence, lines.row[t], lines.row[t]);
-    for (int r = 0; r < 4; ++r)
-      if (key + r < seen.low || key + r >= min(seen.high, b.stop)) s[r] = -INFINITY_F;
+    Range seen = shared.seen[t][M::column()];
+    seen.low -= key;  // compared with `key + r`, a register spilled in two plans
+    seen.high -= key;
+    for (int r = 0; r < 4; ++r) s[r] = r < seen.low || r >= seen.high ? -INFINITY_F : s[r];
   }
   if (TREE) {
     Branch branch(params_again(), sequence.batch, sequence.shift, lines.row[t]);
@@ -172,7 +179,7 @@ DEVICE void step(State &state, Shared &shared, Group &group, const Factors &fact
   for (int t = 0; t < TILES; ++t) {
     Acc s = scores(group, lines.q[t]);
     if (kFloat8) s *= factors.k * lines.scale[t];
-    finish(s, p, sequence, b, lines, t, first);
+    finish(s, shared, p, sequence, b, lines, t, first);
     w[t] = weights(state, t, s, factors);
   }
   if constexpr (LATENT) {
@@ -199,7 +206,7 @@ constexpr int kPieces = TILES * kChunks;
 constexpr int kShare = (kPieces + kWaves - 1) / kWaves;
 
 // Before keys are in flight: what is loaded here would wait for all of them.
-DEVICE void describe(Lines &lines, const Params &p, const Sequence &s, const Block &b) {
+DEVICE void describe(Lines &lines, Shared &shared, const Params &p, const Sequence &s, const Block &b) {
   unsigned group = b.group;
   pin_scalar(group);  // nothing that divides by it stays in registers through the loop
   for (int t = 0; t < TILES; ++t) {
@@ -209,6 +216,12 @@ DEVICE void describe(Lines &lines, const Params &p, const Sequence &s, const Blo
     lines.head[t] = b.head_k * group + line - row * group;
     lines.slope[t] = terms_of(p, s.batch, lines.head[t], row).slope;
     if (kFloat8) lines.scale[t] = query_scale(p, s, b.head_k, row);
+    if constexpr (BANDED) {
+      // All wavefronts write the same, before the barrier of `share_queries`. Computed beside a group of keys, it took
+      // registers that some plans do not have. With `p`, 2 scalar ones spilled.
+      Seen seen = keys_seen(params_again(), s, row, row);
+      shared.seen[t][M::column()] = Range{seen.low, seen.high};
+    }
   }
 }
 
@@ -254,7 +267,7 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
                    const Block &b) {
   Lines lines;
   Quad share[kShare];
-  describe(lines, params_again(), s, b);
+  describe(lines, shared, params_again(), s, b);
   constexpr int kStride = kWaves * kGroup;  // between groups of a wavefront
   int begin = b.start + wave_index() * kGroup;
   if (begin >= b.stop) {

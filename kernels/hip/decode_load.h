@@ -170,10 +170,9 @@ DEVICE void load(Group &group, const RowTable &rows, int n, const Source &k, con
 }
 
 // What lies beyond the head becomes 0, as it is in the query: the last piece was read there, and an infinite element
-// of it times 0 would be NaN. Float8 has no infinity. Beside the masks of BANDED, up to 6 registers spilled at 96 with 2
-// products.
+// of it times 0 would be NaN. Float8 has no infinity.
 DEVICE void clear_beyond(Group &group, int head_dim) {
-  if constexpr (kFloat8 || BANDED) return;
+  if constexpr (kFloat8) return;
   // Otherwise the comparisons stay in registers through the loop, and two plans spill 2.
   pin_scalar(head_dim);
   if (head_dim == HEAD_DIM) return;

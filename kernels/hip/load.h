@@ -136,7 +136,7 @@ struct Pages {
     kept.put(n + 4, (unsigned)head.row_stride * kSize);
   }
   METHOD void find(Place &place, int key) const {
-    find_in_pages(place, (const int *)kept.wide(kTable), kept.word(kSize_), kept.word(kInverse),
+    find_in_pages(place, (const GLOBAL int *)kept.wide(kTable), kept.word(kSize_), kept.word(kInverse),
                   key + kept.word(kPadding));
   }
   // Of a key (`which` is 0) or value.
@@ -199,7 +199,7 @@ struct Groups {
   unsigned long long of;
 
   METHOD Groups(const Params &p, const Sequence &s, int head, int first, int end)
-      : table((const GLOBAL int *)table_of(p, s)), size(p.page_size) {
+      : table(table_of(p, s)), size(p.page_size) {
     unsigned inverse = inverse_of_pages(p), group = lane_index() % kGroups * kGroup;
     Head mine = lane_index() < kOfValues ? keys_of(p, head) : values_of(p, head);
     page_bytes = mine.batch_stride * kSize;

@@ -25,12 +25,12 @@ DEVICE Quotient divide_by_pages(unsigned position, unsigned size, unsigned inver
 
 // Of key `key` with the padding before it. The page is loaded from the sequence's table: nothing waits for it before
 // its first use.
-DEVICE void find_in_pages(Place &place, const int *table, unsigned size, unsigned inverse, unsigned position) {
+DEVICE void find_in_pages(Place &place, const GLOBAL int *table, unsigned size, unsigned inverse, unsigned position) {
   Quotient found = divide_by_pages(position, size, inverse);
   place.row = found.row;
   place.page = table[found.page];
 }
 
-DEVICE const int *table_of(const Params &p, const Sequence &s) {
-  return (const int *)p.page_table + s.batch * p.page_table_batch;
+DEVICE const GLOBAL int *table_of(const Params &p, const Sequence &s) {
+  return (const GLOBAL int *)p.page_table + s.batch * p.page_table_batch;
 }

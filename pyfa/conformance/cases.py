@@ -209,7 +209,7 @@ class Case:
         """Return whether ``hostile.py`` defines the effect of the element, or of the padding."""
         if self.hostile == "padding=inf":
             return not self.rotary and "float8" not in "".join(self.dtypes)
-        pairs = zip(self.lengths_q, self.lengths_k, strict=False)
+        pairs = list(zip(self.lengths_q, self.lengths_k, strict=False))
         unknown = self.dropout_p or self.rotary or self.shared or self.dlse or self.tree
         unknown = unknown or (self.bias and not self.has_bool_bias)
         unknown = unknown or self.score_mod or self.block_mask
@@ -219,8 +219,10 @@ class Case:
             unknown = unknown or self.softcap  # which makes it finite
             unknown = unknown or (self.scale is not None and self.scale <= 0.0)  # of which sign?
         if self.hostile == "k=-inf":  # every row must see another key
-            masked = self.causal or self.window or self.attention_chunk or self.mask_mod
-            unknown = unknown or bool(masked or self.bias) or min(self.lengths_k) < 2
+            masked = self.causal or self.window or self.mask_mod or self.bias
+            chunk = self.attention_chunk
+            alone = chunk and any(rows > keys or (keys - 1) % chunk == 0 for rows, keys in pairs)
+            unknown = unknown or bool(masked or alone) or min(self.lengths_k) < 2
         if self.backward:
             unknown = unknown or self.page_size or self.sinks or "inf" in self.hostile
         return self.hostile in HOSTILE and not unknown and any(a and b for a, b in pairs)

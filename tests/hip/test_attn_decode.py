@@ -14,7 +14,7 @@ from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import decode as native_decode
 from pyfa.backends.native.decode import takes
-from pyfa.backends.native.plans import banded
+from pyfa.backends.native.plans import masking
 from pyfa.backends.native.tiles import GROUP
 from pyfa.conformance import cases
 from pyfa.problem import Call, Problem, tensors_of
@@ -354,22 +354,26 @@ def test_what_it_takes():
         assert not takes(replace(problem, **change))
 
 
-# Of all plans at night; those that have the fewest free registers always.
-BANDED = [
-    banded(plan)
+BOTH = frozenset({"chunk", "tree"})
+# The plans of calls with a chunk, with a tree_mask and with both.
+MASKED = [
+    masking(plan, features)
+    for features in (BOTH, BOTH - {"tree"}, BOTH - {"chunk"})
     for plan in native_decode.all_plans(TARGET, "hip", "gfx942")
-    if "KEY_DTYPE" not in dict(plan.constants) and "LATENT" not in dict(plan.constants)
 ]
 
 
 def is_tight(plan):
+    """Whether the plan has few free registers, or much code for each of four products."""
     constants = dict(plan.constants)
-    return (constants["HEAD_DIM"], constants["TILES"]) == (96, 2)
+    sizes = constants["HEAD_DIM"], constants["TILES"]
+    both = "BANDED" in constants and "TREE" in constants
+    return both and constants["DTYPE"] == 1 and sizes in ((96, 2), (128, 4))
 
 
 @pytest.mark.parametrize(
-    "plan", turns.cases(BANDED, [plan for plan in BANDED if not is_tight(plan)]), ids=str
+    "plan", turns.cases(MASKED, [plan for plan in MASKED if not is_tight(plan)]), ids=str
 )
-def test_nothing_spills_beside_the_masks_of_chunks(plan):
+def test_nothing_spills_beside_masks(plan):
     """A wheel does not have these plans: they are compiled when they are needed."""
     code.build(plan, "gfx942")

@@ -503,6 +503,16 @@ def test_resources(plan):
     assert not [name for name in names if any(part in name for part in slow)]
 
 
+PAGED = [plan for plan in PLANS if dict(plan.constants).get("PAGED")]
+
+
+@pytest.mark.parametrize("plan", turns.cases(PAGED, PAGED[1:]), ids=str)
+def test_pages_do_not_wait_for_lds(plan):
+    """A flat load also counts as one of LDS: every read from LDS would wait for it."""
+    names = emulator.load(code.load(plan, "gfx942").data).code.names
+    assert not [name for name in names if name.startswith("flat_")]
+
+
 def test_at_most_96_plans():
     assert len(PLANS) <= 96
 

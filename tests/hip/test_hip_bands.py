@@ -22,6 +22,8 @@ DECODE = (
     cache((6, 6), (3, 3), attention_chunk=4),
     cache((3, 3), (130, 61), attention_chunk=50, causal=True, page_size=16, num_splits=2),
     cache((3, 3), (130, 61), window=(40, -3), alibi="heads"),
+    # The last element of a key, which is read again in place of those beyond the head.
+    cache((1, 1), (90, 33), attention_chunk=50, head_dim=40, head_dim_v=40, hostile="k=-inf"),
 )
 BACKWARD = (
     cases.dense(65, 97, batch=1, backward=True, deterministic=True, alibi="heads",
@@ -51,13 +53,19 @@ OF_DECODE = {
         "seen.all_low = max(seen.all_low, min(last, most));",
         "seen.all_low = max(seen.all_low, min(first, most));",
     ),
-    "the chunk's beginning not masked": ("key + r < seen.low || ", ""),
+    "the chunk's beginning not masked": ("r < seen.low || ", ""),
+    "the first line's chunk for all": (
+        "Range seen = shared.seen[t][M::column()];", "Range seen = shared.seen[t][0];",
+    ),
+    "part of the key not cleared": (
+        "if constexpr (kFloat8) return;", "if constexpr (kFloat8 || BANDED) return;",
+    ),
     "the window not moved": ("(long long)s.shift + p.window_shift", "(long long)s.shift"),
     "the first row's chunk for all": (
         "chunk_begin(p, first + s.shift), chunk_begin(p, last + s.shift)",
         "chunk_begin(p, first + s.shift), chunk_begin(p, first + s.shift)",
     ),
-}
+}  # fmt: skip
 OF_BACKWARD = {
     "rows counted from key 0": (
         "chunk_begin(p, first) - s.shift", "chunk_begin(p, first)",

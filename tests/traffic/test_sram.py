@@ -94,6 +94,16 @@ def test_buffers_are_the_lds_of_the_code_object(
     assert built[1].tiling.block_k % (16 * backward.WAVES) == 0
 
 
+def test_buffers_of_decode_with_chunks() -> None:
+    if code.why_unavailable():
+        pytest.skip("no compiler for the kernels")
+    asked = problem((64, 64), "gqa", "chunk", rows=1)
+    plan = BACKENDS["hip"].plan(asked)
+    (formula,) = tiling.kernels_of(TARGET, plan, asked, shape((64, 64), 1), False)
+    (built,) = tiling.kernels_of(TARGET, plan, asked, shape((64, 64), 1), True)
+    assert sum(formula.buffers.values()) == formula.shared_bytes == built.compiled_bytes
+
+
 def test_backends_with_tiles_tell_them_for_every_named_device() -> None:
     """Also for problems of few rows and split keys; nothing is compiled."""
     tiled = {name: backend for name, backend in BACKENDS.items() if isinstance(backend, Tiled)}

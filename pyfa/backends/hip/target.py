@@ -134,6 +134,8 @@ def _decode(values: Mapping[str, int]) -> Buffers:
     }
     if "LATENT" in values:
         parts["keys on their way to values"] = _WAVES * GROUP * 256
+    if "BANDED" in values:
+        parts["limits of chunks"] = lines * 8
     return Buffers("forward", parts)
 
 
