@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pyfa import device
 from pyfa.backends import BACKENDS
+from pyfa.backends.cuda import plans
+from pyfa.conformance import runner
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +25,14 @@ def backend(request: pytest.FixtureRequest, gpu: None) -> str:
     if why:
         pytest.skip(f"{request.param}: {why}")
     return request.param
+
+
+@pytest.fixture
+def on_hopper(gpu: None) -> None:
+    if why := BACKENDS["cuda"].why_unavailable():
+        pytest.skip(f"cuda: {why}")
+    if not plans.runs_sm90(device.of(runner.device_of("cuda")).arch):
+        pytest.skip("the GPU is no Hopper")
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from pyfa import device
 from pyfa.backends import BACKENDS
-from pyfa.backends.cuda import backward, backward_grid, plans
+from pyfa.backends.cuda import backward, backward_grid
 from pyfa.backends.native.tiles import Pair, sm90
 from pyfa.conformance import runner
 from pyfa.conformance.cases import Case
@@ -46,14 +45,6 @@ def cases(pair: Pair) -> list[Case]:
         Case(lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), causal=True, **packed, **of_groups),
         Case(lengths_q=(260,), lengths_k=(260,), causal=True, sinks=True, **of_groups),
     ]
-
-
-@pytest.fixture
-def on_hopper() -> None:
-    if why := BACKENDS["cuda"].why_unavailable():
-        pytest.skip(f"cuda: {why}")
-    if not plans.runs_sm90(device.of(runner.device_of("cuda")).arch):
-        pytest.skip("the GPU is no Hopper")
 
 
 @pytest.mark.usefixtures("on_hopper")

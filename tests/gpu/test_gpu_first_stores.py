@@ -7,17 +7,12 @@ what nobody stored, or that a later store overwrites, show.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import pyfa
-from pyfa import device
-from pyfa.backends import BACKENDS
-from pyfa.backends.cuda import plans
-from pyfa.conformance import runner
 
 CALLS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "full": (16, 1024, 128, 128, {}),
@@ -28,20 +23,10 @@ CALLS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture
-def memory_of_nan() -> Iterator[Any]:
-    if why := BACKENDS["cuda"].why_unavailable():
-        pytest.skip(f"cuda: {why}")
-    if not plans.runs_sm90(device.of(runner.device_of("cuda")).arch):
-        pytest.skip("the GPU is no Hopper")
-    yield lambda: torch.full((1 << 28,), float("nan"), device="cuda")
-    torch.cuda.empty_cache()
-
-
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("name", CALLS)
-def test_no_sum_is_lost(name: str, memory_of_nan: Any) -> None:
+def test_no_sum_is_lost(name: str) -> None:
     batch, rows, dim, dim_v, mask = CALLS[name]
-    torch.manual_seed(0)
 
     def random(dim: int) -> torch.Tensor:
         return torch.randn(batch, rows, 16, dim, device="cuda", dtype=torch.bfloat16)
@@ -52,7 +37,7 @@ def test_no_sum_is_lost(name: str, memory_of_nan: Any) -> None:
     (expected,) = torch.autograd.grad(in_turn, q, dout)
     out = pyfa.attention(q, k, v, backend="cuda", **mask)
     for _ in range(20):
-        memory_of_nan()  # freed at once: the next allocation gets it
+        torch.full((1 << 28,), float("nan"), device="cuda")  # freed at once, for what comes next
         (dq,) = torch.autograd.grad(out, q, dout, retain_graph=True)
         # Both round sums that differ in the order of a few float32 additions.
         torch.testing.assert_close(dq, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))

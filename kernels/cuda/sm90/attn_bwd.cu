@@ -19,6 +19,7 @@
     !defined(ROLES) || !defined(SHARED_BYTES) || !defined(TERMS)
 #error "the plan defines all of these"
 #endif
+#define FIRST_STORES ONE_SENDER
 #include "bwd_load.h"
 #include "bwd_send.h"
 #include "bwd_wide.h"

@@ -25,6 +25,15 @@ DEVICE constexpr int last_dq_place(int warp) {
   return q_product<true>(kConsumers * 4 + warp % 4, warp / 4 * kLastRows / 8);
 }
 
+// Reads what other blocks release: what they did before is visible then,
+DEVICE int load_acquire(const int *from) {
+  int found;
+  asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(found) : "l"(from) : "memory");
+  return found;
+}
+// and from here on to TMA too.
+DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 struct DqSemaphore {
   int *count;  // blocks that have added
   int before;  // blocks that add first
@@ -34,11 +43,7 @@ DEVICE DqSemaphore semaphore_of(const Params &p, const Owned &own, const Sequenc
   int last = (keys_seen(p, s, first, min(first + BLOCK_Q, s.rows) - 1).high - 1) / BLOCK_K;
   return DqSemaphore{(int *)p.counter + q_tile(p, s, first, at.head), last - own.first_key / BLOCK_K};
 }
-DEVICE bool is_my_turn(const DqSemaphore &semaphore) {
-  int count;
-  asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(count) : "l"(semaphore.count) : "memory");
-  return count == semaphore.before;
-}
+DEVICE bool is_my_turn(const DqSemaphore &semaphore) { return load_acquire(semaphore.count) == semaphore.before; }
 // Waits until the phase of this parity has ended, and meanwhile asks whether the turn has come, because a
 // question is a trip to the L2. Returns the answer.
 DEVICE bool wait_and_ask(Shared barrier, unsigned parity, const DqSemaphore &semaphore, bool my_turn) {
@@ -49,7 +54,7 @@ DEVICE bool wait_and_ask(Shared barrier, unsigned parity, const DqSemaphore &sem
 // Waits for the turn unless it has come. What was added before it is visible then, to TMA too.
 DEVICE void semaphore_wait(const DqSemaphore &semaphore, bool my_turn = false) {
   while (!my_turn) my_turn = is_my_turn(semaphore);
-  asm volatile("fence.proxy.async.global;" ::: "memory");
+  fence_proxy_async_global();
 }
 // Ends the turn. What this thread added, and what others had added when they arrived at its barrier, is
 // visible.
@@ -68,8 +73,8 @@ DEVICE int claim(int *state) {
 }
 // Waits until the sums of a tile are stored. `found`: its state. The sums are visible then, to TMA too.
 DEVICE void wait_stored(const int *state, int found) {
-  while (found != kStored) asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(found) : "l"(state) : "memory");
-  asm volatile("fence.proxy.async.global;" ::: "memory");
+  while (found != kStored) found = load_acquire(state);
+  fence_proxy_async_global();
 }
 // Says that this thread's sums are stored.
 DEVICE void release_stored(int *state) {

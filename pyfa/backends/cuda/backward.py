@@ -45,7 +45,7 @@ def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
     BLOCK_Q."""
     constants = dict(over_keys.constants)
     tile = tuple((name, constants[name]) for name in ("BLOCK_Q", "DTYPE", "HEAD_DIM"))
-    if "FIRST_STORES" in constants:
+    if constants.get("ONE_SENDER"):
         tile = (*tile, ("FIRST_STORES", 1))
     of_sums = (*tile, ("HEAD_DIM_V", constants["HEAD_DIM_V"]))
     if over_keys.kernel == SM90:
@@ -117,8 +117,6 @@ def sm90_plans_of(
         "TERMS": bits,
         **constants_of(tiles),
     }
-    if tiles.one_sender:
-        constants["FIRST_STORES"] = 1
     return around(plan_with("cuda", SM90, constants), transposed=True)
 
 
