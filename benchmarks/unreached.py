@@ -101,13 +101,7 @@ RULES: tuple[Rule, ...] = (
     # most 63 keys at either end. Groups of a wavefront are 64 keys apart. So of the groups in this
     # loop, which leaves the last ones, only a wavefront's first one is masked.
     Rule(NEVER, "tiles between the first and the last ones have no mask", ("attn_decode",),
-         ("if (first >= b.all_low", "finish(s, p, sequence", "step(state", "advance(group[i]")),
-    # What a wavefront loads behind its loops is fewer groups than it has stages: at least one of a
-    # round's groups is not there. With one stage it has nothing to load.
-    Rule(NEVER, "fewer than two rounds are left", ("attn_decode",),
-         ("if (n + i < groups) load(group[i]",)),
-    Rule(NEVER, "fewer than two rounds are left", ("attn_decode STAGES=1",),
-         ("if (n >= groups) return;",)),
+         ("if (first >= b.all_low", "finish(s, shared, p, sequence", "step(state", "advance(group[i]")),
     # tests/compat/test_query_values.py
     Rule(ANOTHER_TEST, "attention_latent has no softcap, but flash-attention's qv has",
          ("attn_decode LATENT=1",), ("if (b.general) {",)),
@@ -120,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     Rule(NEVER, "keys in pages are not packed", ("attn_fwd PAGED=1",), ("if (p.cu_seqlens_k)",)),
     # In the first step of two, and in one behind them, the tile that comes next is an odd one.
     Rule(NEVER, "the scales of new tiles are loaded at even ones", ("attn_fwd SCORE=0",),
-         ("if (tile % kLanes == 0)", "if (SCORE == PLAIN)", "return descale.of(",
+         ("if (tile % kLanes == 0)", "if (kPlain)", "return descale.of(",
           "if (kFloat8) scales = state.scales_of(")),
     Rule(NEVER, "there is no further type of bias", ("bias_grad",),
          ("if (row < p.seqlen_q) store_element(",), condition=r"s_cmp_eq_u32 s\d+, 4"),
