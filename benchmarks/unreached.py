@@ -101,7 +101,8 @@ RULES: tuple[Rule, ...] = (
     # most 63 keys at either end. Groups of a wavefront are 64 keys apart. So of the groups in this
     # loop, which leaves the last ones, only a wavefront's first one is masked.
     Rule(NEVER, "tiles between the first and the last ones have no mask", ("attn_decode",),
-         ("if (first >= b.all_low", "finish(s, shared, p, sequence", "step(state", "advance(group[i]")),
+         ("if (first >= b.all_low", "finish(s, shared, p, sequence", "step(state",
+          "advance(group[i]")),
     # tests/compat/test_query_values.py
     Rule(ANOTHER_TEST, "attention_latent has no softcap, but flash-attention's qv has",
          ("attn_decode LATENT=1",), ("if (b.general) {",)),

@@ -1,5 +1,5 @@
 // The preprocessing of backward on NVIDIA GPUs: the sums of ../common/row_sums.h, and zeros where dQ adds up (unless
-// the first block stores) and in the states of its tiles. A block does one tile of BLOCK_Q rows of a head.
+// dq_unset) and in the states of its tiles. A block does one tile of BLOCK_Q rows of a head.
 #include "format.h"
 #include "../common/row_sums.h"
 
@@ -27,12 +27,12 @@ extern "C" __global__ WORKGROUP(kSumThreads, 4) void row_sums(KERNEL_PARAMS p) {
   int head = own.head, first = own.first;
   if (first >= s.rows) return;
   long long tile = q_tile(p, s, first, head);
-  if (!first_stores(p)) {
+  if (!dq_unset(p)) {
     Quad *sums = (Quad *)p.dq_accum + tile * (kQTile / 4);
 #pragma unroll
     for (int i = thread_index(); i < kQTile / 4; i += kSumThreads) sums[i] = Quad{0, 0, 0, 0};
   }
-  if ((p.counter || first_stores(p)) && thread_index() == 0) tile_states(p)[tile] = kUntouched;
+  if ((p.counter || dq_unset(p)) && thread_index() == 0) tile_states(p)[tile] = kUntouched;
   // Heads of 64 elements take 128 bytes a row.
   sum_rows<DTYPE, BLOCK_Q, HEAD_DIM_V <= 64 ? 8 : 16>(p, s, head, first);
 }

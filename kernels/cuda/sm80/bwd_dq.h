@@ -16,20 +16,19 @@ DEVICE long long q_tile(const Params &p, const Sequence &s, int row, int head) {
   return (first + row / BLOCK_Q) * p.heads_q + head;
 }
 
-// Whether the first block that reaches a tile stores its sums, and only later ones add theirs (../sm90/bwd_send.h).
-// row_sums then writes no zeros, and nothing reads them back.
-#ifndef FIRST_STORES
-#define FIRST_STORES 0
+// Whether row_sums leaves the sums unset: in attn_bwd, the first block that reaches a tile stores its sums or writes
+// zeros (../sm90/bwd_first.h). A long causal mask keeps row_sums' zeros at head_dim 64: the first blocks would write most
+// of them, and the backward of 16,384 tokens would take 1.02 times as long (H200).
+#ifndef DQ_UNSET
+#define DQ_UNSET 0
 #endif
-// Long sequences without a mask keep the zeros. Their blocks all reach a tile at the same time: one stores, the others
-// wait. With 16,384 tokens the backward would take 1.00 to 1.04 times as long (H200, D = 128).
-constexpr int kMostUnmasked = 8192;
-DEVICE bool first_stores(const Params &p) {
-  return FIRST_STORES && (p.counter || p.window_left >= 0 || p.window_right >= 0 || p.seqlen_k <= kMostUnmasked);
+DEVICE bool dq_unset(const Params &p) {
+  bool causal = p.window_left < 0 && p.window_right >= 0;
+  return DQ_UNSET && (HEAD_DIM > 64 || p.counter || !causal || p.seqlen_k <= 8192);
 }
 // The states of all tiles follow the sums of all tiles. Where blocks take turns (p.counter), the states are the counts
 // of turns, and 0 is kUntouched there, too.
-enum TileState { kUntouched, kClaimed, kStored };
+enum TileState { kUntouched, kClaimed, kSet };
 DEVICE int *tile_states(const Params &p) {
   if (p.counter) return (int *)p.counter;
   long long tiles = p.cu_seqlens_q ? p.lse_head / BLOCK_Q + p.batch

@@ -89,7 +89,7 @@ extern "C" __global__ WORKGROUP(kThreads, 4) void dq_convert(KERNEL_PARAMS p) {
 
   long long tile = q_tile(p, s, first, head);
   const float *sums = (const float *)p.dq_accum + tile * kQTile;
-  bool none = first_stores(p) && tile_states(p)[tile] == kUntouched;  // no row sees a key
+  bool none = dq_unset(p) && tile_states(p)[tile] == kUntouched;  // no row sees a key
   unsigned short *dq = (unsigned short *)p.dq + s.row_batch * p.dq_batch + (s.row0 + first) * p.dq_row +
                        head * p.dq_head;
   int row = lane_index() / 4, part = lane_index() % 4;

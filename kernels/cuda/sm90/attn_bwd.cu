@@ -14,25 +14,24 @@
 #include "../format.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_Q) ||           \
-    !defined(BLOCK_K) || !defined(BLOCKS) || !defined(DETERMINISTIC) || !defined(FLOAT_WEIGHTS) ||  \
-    !defined(GROUPS) || !defined(ONE_SENDER) || !defined(OVERLAP) || !defined(PERSISTENT) ||        \
-    !defined(ROLES) || !defined(SHARED_BYTES) || !defined(TERMS)
+    !defined(BLOCK_K) || !defined(BLOCKS) || !defined(DETERMINISTIC) || !defined(DQ_UNSET) ||       \
+    !defined(FLOAT_WEIGHTS) || !defined(GROUPS) || !defined(ONE_SENDER) || !defined(OVERLAP) ||     \
+    !defined(PERSISTENT) || !defined(ROLES) || !defined(SHARED_BYTES) || !defined(TERMS)
 #error "the plan defines all of these"
 #endif
-#define FIRST_STORES ONE_SENDER
 #include "bwd_load.h"
 #include "bwd_send.h"
 #include "bwd_wide.h"
 
 DEVICE void init_barriers(Shared shared) {
-  constexpr int kHearing = kConsumers * 4 + 2 + ONE_SENDER;  // warps
+  constexpr int kHearing = kConsumers * 4 + 2 + (ONE_SENDER || kFirstClears);  // warps
   for (int i = 0; i < kBarrierCount; ++i) {
-    bool full = i == kKFull || i == kVFull || (i >= kQFull && i < kQEmpty) ||
-                (i >= kDoutFull && i < kDoutEmpty);
+    bool dout_full = i >= kDoutFull && i < kDoutEmpty;
+    bool full = i == kKFull || i == kVFull || (i >= kQFull && i < kQEmpty) || dout_full;
     bool one = i < kQFull || (i >= kStagedEmpty && i < kDsEmpty && !(ROLES && i == kAdded)) ||
                (i >= kWorkFull && i < kWorkEmpty);
     int of_warps = i >= kWorkEmpty ? kHearing : kConsumers * 4;
-    mbarrier_init(mbarrier_at(shared, i), full ? 2 : one ? 1 : of_warps);
+    mbarrier_init(mbarrier_at(shared, i), full ? 2 + (dout_full && kFirstClears) : one ? 1 : of_warps);
   }
   fence_mbarrier_init();
   fence_proxy_async();  // for the copies that this thread asks for at once
@@ -71,6 +70,8 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_bwd(MAPPED_PARAMS ma
       for_each_work_tile(p, [&](const Work &w, int step) { produce_states<true>(mapped, w, step, landed, shared); });
     } else if (warp == 2) {
       for_each_work_tile(p, [&](const Work &w, int step) { produce_states<false>(mapped, w, step, landed, shared); });
+    } else if (kFirstClears) {
+      for_each_work_tile(p, [&](const Work &w, int step) { clear_tiles(p, w, step, shared); });
     } else if ((ONE_SENDER || (ROLES && DETERMINISTIC)) && elect_one()) {
       for_each_work_tile(p, [&](const Work &w, int step) {
         if (ONE_SENDER) send_tiles(p, w, step, shared);

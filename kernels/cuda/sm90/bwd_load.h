@@ -108,7 +108,7 @@ DEVICE void produce_tiles(const MappedParams &mapped, Shared shared) {
     RowLoader loader{mapped, s, shared};
     int end = step + w.steps;
     while (++step < end) {
-      cursor.advance(w);
+      cursor.advance(p, w);
       loader.load_q(cursor, step);
       loader.load_dout(cursor, step);
     }
@@ -213,7 +213,7 @@ DEVICE void produce_states(const MappedParams &mapped, const Work &w, int step, 
     arrive(kFull + stage_of(step));
     if constexpr (of_q && kBiasTiles)
       if (lane_index() == 0) load_bias(mapped, w.number, cursor, step, shared);
-    cursor.advance(w);
+    cursor.advance(p, w);
   }
   if (lane_index() == 0) end_work(w.number);
 }

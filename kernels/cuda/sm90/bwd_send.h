@@ -1,18 +1,14 @@
 // One thread of the producer warpgroup sends dQ's sums for all warps (ONE_SENDER).
 //
-// The first block that reaches a tile of dQ stores its sums, later ones add theirs (first_stores). A block claims a
-// tile as soon as it has sent the one before, because a claim is a round trip to the L2. A block that finds a tile
-// claimed waits until the sums are stored. A block that has claimed a tile waits for no other block before it stores,
-// so the wait ends. Without zeros, backward takes 0.90 of the time with a window of 128 keys, and 0.94 to 0.98 for
-// 16 x 1,024 tokens (H200, D = 128).
+// The first block that reaches a tile of dQ stores its sums, later ones add theirs (bwd_first.h). A block claims a tile
+// as soon as it has sent the one before, because a claim is a round trip to the L2.
 //
 // Where DETERMINISTIC it also sees to it that blocks add to a tile of dQ one after the other, so that dQ's bits
 // are the same from run to run. The order is the reverse order of their keys. Work tiles that come before this
 // one have lower numbers and so have been taken (first_work_tile). With a causal mask their blocks reach a tile
 // earlier, because each begins at the diagonal.
 #pragma once
-#include "bwd_shape.h"
-#include "../sm80/bwd_dq.h"
+#include "bwd_first.h"
 
 // Where the sums of a consumer warp begin in a tile of dQ.
 DEVICE constexpr int dq_place(int warp) {
@@ -24,15 +20,6 @@ DEVICE constexpr int dq_place(int warp) {
 DEVICE constexpr int last_dq_place(int warp) {
   return q_product<true>(kConsumers * 4 + warp % 4, warp / 4 * kLastRows / 8);
 }
-
-// Reads what other blocks release: what they did before is visible then,
-DEVICE int load_acquire(const int *from) {
-  int found;
-  asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(found) : "l"(from) : "memory");
-  return found;
-}
-// and from here on to TMA too.
-DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 struct DqSemaphore {
   int *count;  // blocks that have added
@@ -60,25 +47,6 @@ DEVICE void semaphore_wait(const DqSemaphore &semaphore, bool my_turn = false) {
 // visible.
 DEVICE void semaphore_release(const DqSemaphore &semaphore) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore.count) : "memory");
-}
-
-// Claims a tile if nobody has, and returns the state that it had.
-DEVICE int claim(int *state) {
-  int found;
-  asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;"
-               : "=r"(found)
-               : "l"(state), "r"((int)kUntouched), "r"((int)kClaimed)
-               : "memory");
-  return found;
-}
-// Waits until the sums of a tile are stored. `found`: its state. The sums are visible then, to TMA too.
-DEVICE void wait_stored(const int *state, int found) {
-  while (found != kStored) found = load_acquire(state);
-  fence_proxy_async_global();
-}
-// Says that this thread's sums are stored.
-DEVICE void release_stored(int *state) {
-  asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(state), "r"((int)kStored) : "memory");
 }
 
 // The turn of a warpgroup, where its warps wait for it. Plans without DETERMINISTIC have these branches too,
@@ -113,23 +81,22 @@ DEVICE void send_tiles(const Params &p, const Work &w, int step, Shared shared) 
   Shared last_staged = at(kLastStaged + w.number % 2);
   unsigned last_phase = w.number / 2 % 2;
   if (w.steps == 0) mbarrier_wait(last_staged, last_phase);
-  bool claims = !DETERMINISTIC && first_stores(p);
-  int *states = tile_states(p), found = kStored;
-  if (claims && w.steps) found = claim(states + tile_at());
+  int *states = tile_states(p), found = kSet;
+  if (!DETERMINISTIC && w.steps) found = claim(states + tile_at());
   for (int end = step + w.steps; step < end; ++step) {
     bool last = step + 1 == end;
     Shared all_staged = last ? last_staged : at(kDsFull + stage_of(step + 1));
     unsigned phase = last ? last_phase : phase_of(step + 1);
     long long tile = tile_at();
     DqSemaphore semaphore;
-    bool first = claims && found == kUntouched;
+    bool first = !DETERMINISTIC && found == kUntouched;
     if (DETERMINISTIC) {
       semaphore = semaphore_of(p, own, s, cursor);
       semaphore_wait(semaphore, wait_and_ask(all_staged, phase, semaphore, false));
       first = semaphore.before == 0;
     } else {
       mbarrier_wait(all_staged, phase);
-      if (claims && !first) wait_stored(states + tile, found);
+      if (!first) wait_set(states + tile, found);
     }
     float *to = (float *)p.dq_accum + tile * kQTile;
     Shared from = shared + kStaged + stage_of(step) * kStagedTile;
@@ -138,15 +105,15 @@ DEVICE void send_tiles(const Params &p, const Work &w, int step, Shared shared) 
     else
       bulk_reduce_add(to, from, kStagedTile);
     bulk_commit_group();
-    cursor.advance(w);
-    if (claims && !last) found = claim(states + tile_at());
+    cursor.advance(p, w);
+    if (!DETERMINISTIC && !last) found = claim(states + tile_at());
     bulk_wait_group_read<0>();
     mbarrier_arrive(at(kStagedEmpty + stage_of(step)));
     if (DETERMINISTIC || first) bulk_wait_group<0>();
     if (DETERMINISTIC)
       semaphore_release(semaphore);
     else if (first)
-      release_stored(states + tile);
+      release_set(states + tile);
   }
   end_work(w.number);
 }
@@ -165,7 +132,7 @@ DEVICE void take_turns(const Params &p, const Work &w, Shared shared) {
     while (!my_turn) my_turn = is_my_turn(semaphore);
     mbarrier_arrive(at(kTurn));
     DqSemaphore mine = semaphore;
-    cursor.advance(w);
+    cursor.advance(p, w);
     bool last = step + 1 == w.steps;
     if (!last) semaphore = semaphore_of(p, own, s, cursor);
     my_turn = wait_and_ask(at(kAdded), step & 1, semaphore, last);

@@ -472,7 +472,7 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, int step, Shared 
       later = true;
       if (lane_index() == 0) mbarrier_arrive(at(kDoutEmpty + stage_of(step)));
       before = cursor;
-      cursor.advance(w);
+      cursor.advance(p, w);
       if constexpr (may_have(kSinks))
         if (has(kSinks, p.dsinks) && (cursor.head != place.head || step + 1 == end))
           store_sink_sum(p, place, sink_sum);

@@ -202,7 +202,7 @@ DEVICE void consume_role(const MappedParams &mapped, const Work &w, Shared share
       wgmma_commit();
       dq.of = cursor;
       dq.stage = stage;
-      cursor.advance(w);
+      cursor.advance(p, w);
       if constexpr (!kFirst && may_have(kSinks))
         if (has(kSinks, p.dsinks) && (cursor.head != dq.of.head || step + 1 == w.steps))
           store_sink_sum(p, Place{own.batch, dq.of.head, own.first_key + warp * 16, 0}, sink_sum);

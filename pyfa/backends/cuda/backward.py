@@ -1,10 +1,10 @@
 """Backward: which kernels run, and what they are compiled with.
 
 The first kernel computes delta of every row and sets dQ to zero. In the second,
-each block owns some keys and adds its part of dQ to a float32 buffer. The third rounds dQ. If one
-thread of a block sends dQ (``one_sender``), the first block that reaches a tile of dQ stores its
-part, and most calls need no zeros (``FIRST_STORES``). With ``deterministic``, blocks wait for their
-turn to add. Otherwise the last bits of dQ may differ from run to run, but never those of dK and dV.
+each block owns some keys and adds its part of dQ to a float32 buffer. The third rounds dQ. Most
+calls on Hopper need no zeros (``DQ_UNSET``): the first block that reaches a tile of dQ sets it.
+With ``deterministic``, blocks wait for their turn to add. Otherwise the last bits of dQ may differ
+from run to run, but never those of dK and dV.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
     BLOCK_Q."""
     constants = dict(over_keys.constants)
     tile = tuple((name, constants[name]) for name in ("BLOCK_Q", "DTYPE", "HEAD_DIM"))
-    if constants.get("ONE_SENDER"):
-        tile = (*tile, ("FIRST_STORES", 1))
+    if constants.get("DQ_UNSET"):
+        tile = (*tile, ("DQ_UNSET", 1))
     of_sums = (*tile, ("HEAD_DIM_V", constants["HEAD_DIM_V"]))
     if over_keys.kernel == SM90:
         of_sums = (*of_sums, ("OWNED_KEYS", constants["BLOCK_K"]))
@@ -106,9 +106,12 @@ def sm90_plans_of(
             break
     # The general plan, persistent, would take 1.03 of its time (D = 64).
     persistent = not (tiles.roles or bits == ALL_TERMS)
+    # With lists of tiles, blocks with roles might all wait for the zeros of one tile.
+    unset = tiles.one_sender or not (deterministic or (tiles.roles and mods))
     constants = {
         "BLOCK_K": tiles.block_k,
         "DETERMINISTIC": int(deterministic),
+        "DQ_UNSET": int(unset),
         "DTYPE": dtype,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],

@@ -400,7 +400,7 @@ def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Li
         tiles = sizes.shape_of(call, "q")[0] // rows + call.batch
     values = values_of(chain[-1])
     # The states of the tiles follow their sums (kernels/cuda/sm80/bwd_dq.h).
-    states = 0 if call.deterministic else values.get("FIRST_STORES", 0)
+    states = 0 if call.deterministic else values.get("DQ_UNSET", 0)
     floats = rows * values["HEAD_DIM"] + states
     found = {"dq_accum": like((tiles * heads * floats,), torch.float32)}
     if call.deterministic:
