@@ -18,7 +18,6 @@ DEVICE int load_acquire(const int *from) {
 // and from here on to TMA too.
 DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-
 // Claims a tile if nobody has, and returns the state that it had.
 DEVICE int claim(int *state) {
   int found;
