@@ -69,6 +69,19 @@ def test_a_term_alone_has_a_plan_and_several_share_one(name: str) -> None:
     assert backward.bits_of(frozenset(), False) == 0
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mods", [False, True])
+@pytest.mark.parametrize("pair", sm90.BACKWARD)
+def test_kernels_agree_on_who_sets_dq(pair: Any, mods: bool, deterministic: bool) -> None:
+    """Where attn_bwd sets a tile of dQ, row_sums writes its state in place of zeros, and dq_convert
+    reads it. Wide heads take turns only on zeros, and so they do with lists of tiles."""
+    chain = backward.sm90_plans_of(pair, DTYPE_CODES["bfloat16"], deterministic, mods=mods)
+    sums, gradients, convert = (dict(plan.constants).get("DQ_UNSET", 0) for plan in chain)
+    assert sums == gradients == convert
+    wide = min(pair) > backward.NARROW
+    assert gradients == int(not (wide and (mods or deterministic)))
+
+
 def test_tiles_of_another_arch_are_sm80_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYFA_ARCH_TILES", "sm_86")
     assert kernel_of(128, 128).kernel == backward.KERNEL
