@@ -9,7 +9,7 @@ import torch
 
 from pyfa.conformance import Case
 from pyfa.conformance.build import build
-from pyfa.conformance.examine import Expected
+from pyfa.conformance.examine import Expected, Findings, check_zeros
 from pyfa.conformance.tolerances import judge, judge_lse, judge_rotated, ulp
 
 
@@ -242,3 +242,16 @@ def test_rotated_keys_may_be_one_ulp_off() -> None:
     far[0] += 2.0**-5
     assert judge_rotated(near, ref).passed
     assert not judge_rotated(far, ref).passed
+
+
+@pytest.mark.parametrize(("softcap", "holds"), [(0.0, False), (2.0, True)])
+def test_a_flat_softcap_hides_no_key(softcap: float, holds: bool) -> None:
+    """With the LSE's gradient alone dV is 0, and float64 rounds the slope far from 0 to 0."""
+    found, zeros = Findings(), torch.zeros(1, 4, 2, 8, dtype=torch.float64)
+    ref = {"dv": zeros, "dk": zeros}
+    results = {"dv": zeros, "dk": torch.full_like(zeros, 1e-30)}
+    check_zeros(found, Case(backward=True, dlse="only", softcap=softcap), results, ref)
+    assert all(not check.message for check in found.checks) == holds
+    found = Findings()
+    check_zeros(found, Case(backward=True, softcap=softcap), results, ref)
+    assert [check.name for check in found.checks if check.message] == ["dk of empty rows"]
