@@ -126,7 +126,7 @@ def judged(
     results = {name: x for name, x in results.items() if name not in _CACHES}
     found = examine.Findings()
     examine._compare(found, expected, expected.ref, results)
-    examine._zeros(found, expected.inputs, results, expected.ref)
+    examine.check_zeros(found, expected.inputs.case, results, expected.ref)
     failures = [f"{whose}: {check.message}" for check in found.checks if check.message]
     return {check.name: check for check in found.checks}, failures
 
