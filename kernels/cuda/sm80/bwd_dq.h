@@ -17,8 +17,8 @@ DEVICE long long q_tile(const Params &p, const Sequence &s, int row, int head) {
 }
 
 // Whether row_sums leaves the sums unset: in attn_bwd, the first block that reaches a tile stores its sums or writes
-// zeros (../sm90/bwd_first.h). A long causal mask keeps row_sums' zeros at head_dim 64: the first blocks would write most
-// of them, and the backward of 16,384 tokens would take 1.02 times as long (H200).
+// zeros (../sm90/bwd_first.h). At head_dim 64 a causal mask over more than 8,192 keys keeps row_sums' zeros: the blocks
+// that are ahead would write most of them, and the backward of 16,384 tokens would take 1.02 times as long (H200).
 #ifndef DQ_UNSET
 #define DQ_UNSET 0
 #endif

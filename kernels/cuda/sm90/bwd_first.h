@@ -37,7 +37,8 @@ DEVICE void release_set(int *state) {
   asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(state), "r"((int)kSet) : "memory");
 }
 
-// Writes zeros to a tile if it is untouched. Returns its state otherwise. Of a whole warp.
+// Writes zeros to a tile if it is untouched. Returns its state after that: kSet, or that another block has claimed it.
+// For a whole warp.
 DEVICE int clear_untouched(const Params &p, int *states, int tile) {
   int found = kSet;
   if (lane_index() == 0 && dq_unset(p)) found = claim(states + tile);

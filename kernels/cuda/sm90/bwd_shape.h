@@ -208,9 +208,10 @@ DEVICE Sequence owned_sequence(const Params &p, const Owned &own) {
   return s;
 }
 
-// What is done for these keys: tiles begin ... end of BLOCK_Q rows, of each head of the group.
+// What is done for these keys: tiles begin ... end of BLOCK_Q rows, of each head of the group; with goes_around tiles
+// 0 ... end, from begin on.
 struct Work {
-  int begin, end;         // tiles; begin: the first one visited
+  int begin, end;         // tiles
   int all_low, all_high;  // the rows that see all of the keys
   int steps;              // tiles of all heads
   unsigned number;        // of the block's work tiles
